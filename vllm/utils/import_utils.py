@@ -1,0 +1,33 @@
+"""Resolves "module:Name" strings: the one way to import something late."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+
+def resolve(path: str) -> Any:
+    """Imports `module` and returns its attribute `Name`, for a path "module:Name".
+
+    Raises ValueError when the path has no colon, ImportError when the module cannot be
+    imported, AttributeError when it has no such name.
+    """
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise ValueError(f"cannot resolve {path!r}: expected 'package.module:Name'")
+    return getattr(importlib.import_module(module), name)
+
+
+def resolve_qualname(path: str) -> Any:
+    """Resolves "package.module.Name", the dotted form that plugins and backends use."""
+    module, dot, name = path.rpartition(".")
+    if not dot:
+        raise ValueError(f"cannot resolve {path!r}: expected 'package.module.Name'")
+    return resolve(f"{module}:{name}")
+
+
+resolve_obj_by_qualname = resolve_qualname
+
+
+def has_module(name: str) -> bool:
+    """Says whether a module can be found, without importing it."""
+    return importlib.util.find_spec(name) is not None

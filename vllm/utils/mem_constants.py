@@ -1,0 +1,8 @@
+"""Byte units."""
+
+KB_bytes = 1000
+MB_bytes = 1000**2
+GB_bytes = 1000**3
+KiB_bytes = 1 << 10
+MiB_bytes = 1 << 20
+GiB_bytes = 1 << 30
