@@ -40,7 +40,7 @@ def _configure_root() -> None:
         root.addHandler(handler)
         root.propagate = False
     level = str(envs.VLLM_LOGGING_LEVEL).upper()
-    if level not in logging.getLevelNamesMapping():
+    if not isinstance(logging.getLevelName(level), int):
         raise ValueError(
             f"VLLM_LOGGING_LEVEL={level!r}: expected DEBUG, INFO, WARNING or ERROR"
         )
