@@ -1,0 +1,243 @@
+"""How the next token of a request is chosen, and when the request ends."""
+
+import copy
+from dataclasses import field as dc_field
+from enum import Enum, IntEnum
+from functools import cached_property
+from typing import Any
+
+import msgspec
+from pydantic.dataclasses import dataclass
+
+from vllm.exceptions import VLLMValidationError
+
+_SAMPLING_EPS = 1e-5
+# Below this temperature logits overflow; such requests are raised to it, with greedy at 0.
+_MIN_TEMPERATURE = 1e-2
+MAX_STOP_STRINGS = 64
+
+
+class SamplingType(IntEnum):
+    GREEDY = 0
+    RANDOM = 1
+    RANDOM_SEED = 2
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput holds: everything so far, the news, or only the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass
+class StructuredOutputsParams:
+    """The form that the output must have; exactly one of the first six is given."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    _backend: str | None = dc_field(default=None, init=False)
+    _backend_was_auto: bool = dc_field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        forms = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        given = [name for name in forms if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise VLLMValidationError(
+                f"structured_outputs takes exactly one of {', '.join(forms)}, got "
+                f"{given or 'none'}",
+                parameter="structured_outputs",
+            )
+
+
+@dataclass
+class RepetitionDetectionParams:
+    """Ends a request whose tail repeats: a pattern of min to max tokens, min_count times.
+
+    All zero: off.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ignore[call-arg]
+    """Sampling settings of one request. Raises VLLMValidationError naming the field.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0 and repetition_penalty 1
+    are off. logprobs n returns the n most likely tokens besides the chosen one, -1 the
+    whole vocabulary.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    skip_clone: bool = False
+    output_text_buffer_length: int = 0
+    _eos_token_id: int | None = None
+    _all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
+    structured_outputs: StructuredOutputsParams | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    extra_args: dict[str, Any] | None = None
+    routed_experts_prompt_start: int = 0
+    bad_words: list[str] | None = None
+    _bad_words_token_ids: list[list[int]] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+
+    @staticmethod
+    def from_optional(**kwargs: Any) -> "SamplingParams":
+        """Builds parameters from values that may be None: None means the default."""
+        return SamplingParams(**{k: v for k, v in kwargs.items() if v is not None})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        self.stop = list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.bad_words = list(self.bad_words or [])
+        if self.seed == -1:
+            self.seed = None
+        if 0 < self.temperature < _MIN_TEMPERATURE:
+            self.temperature = max(self.temperature, _MIN_TEMPERATURE)
+        self._verify()
+        if self.stop and not self.include_stop_str_in_output:
+            self.output_text_buffer_length = max(len(text) for text in self.stop) - 1
+        if self.temperature < _SAMPLING_EPS:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        self._all_stop_token_ids.update(self.stop_token_ids)
+        if self.skip_reading_prefix_cache is None:
+            # Prompt logprobs need the logits of every prompt token.
+            self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+
+    def _verify(self) -> None:
+        for name, low, high, what in _RANGES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            types = (int,) if name in _WHOLE else (int, float)
+            if not isinstance(value, types) or isinstance(value, bool):
+                _refuse(name, value, what)
+            if not low <= value <= high:  # also refuses NaN
+                _refuse(name, value, what)
+        if not 0.0 < self.top_p <= 1.0:
+            _refuse("top_p", self.top_p, "a number above 0 and at most 1")
+        if not self.repetition_penalty > 0.0:
+            _refuse("repetition_penalty", self.repetition_penalty, "a number above 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            _refuse(
+                "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
+            )
+        self._verify_lists()
+
+    def _verify_lists(self) -> None:
+        stops: Any = self.stop
+        if len(stops) > MAX_STOP_STRINGS:
+            _refuse("stop", f"{len(stops)} strings", f"at most {MAX_STOP_STRINGS}")
+        if any(not isinstance(text, str) or not text for text in stops):
+            _refuse("stop", self.stop, "non-empty strings")
+        if stops and not self.detokenize:
+            _refuse("stop", self.stop, "detokenize=True, or stop_token_ids instead")
+        if any(not isinstance(token, int) for token in self.stop_token_ids or []):
+            _refuse("stop_token_ids", self.stop_token_ids, "token ids")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            _refuse("allowed_token_ids", self.allowed_token_ids, "at least one token id")
+        if any(not word for word in self.bad_words or []):
+            _refuse("bad_words", self.bad_words, "non-empty strings")
+        if self.n > 1 and self.sampling_type == SamplingType.GREEDY:
+            _refuse("n", self.n, "1 when temperature is 0 (greedy)")
+
+    @cached_property
+    def sampling_type(self) -> SamplingType:
+        if self.temperature < _SAMPLING_EPS:
+            return SamplingType.GREEDY
+        return SamplingType.RANDOM if self.seed is None else SamplingType.RANDOM_SEED
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._eos_token_id
+
+    @property
+    def all_stop_token_ids(self) -> set[int]:
+        return self._all_stop_token_ids
+
+    @property
+    def bad_words_token_ids(self) -> list[list[int]] | None:
+        return self._bad_words_token_ids
+
+    def update_from_generation_config(
+        self, generation_config: dict[str, Any], eos_token_id: int | None = None
+    ) -> None:
+        """Adds the model's end-of-sequence ids: the tokenizer's, and the further ones
+        that its generation config states, which then stop a request as well."""
+        self._eos_token_id = eos_token_id
+        stated = generation_config.get("eos_token_id")
+        ids = {stated} if isinstance(stated, int) else set(stated or ())
+        if eos_token_id is not None:
+            self._all_stop_token_ids.add(eos_token_id)
+        self._all_stop_token_ids.update(ids)
+        extra = ids - {eos_token_id}
+        if extra and not self.ignore_eos:
+            self.stop_token_ids = sorted(extra.union(self.stop_token_ids or ()))
+
+    def clone(self) -> "SamplingParams":
+        """A copy that shares nothing mutable."""
+        return copy.deepcopy(self)
+
+
+def _refuse(name: str, value: Any, expected: str) -> None:
+    raise VLLMValidationError(
+        f"{name} must be {expected}, got {value!r}", parameter=name, value=value
+    )
+
+
+_WHOLE = {"n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed"}
+_INF = float("inf")
+# field, lowest, highest, in words
+_RANGES: tuple[tuple[str, float, float, str], ...] = (
+    ("n", 1, 16384, "a whole number of at least 1"),
+    ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
+    ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
+    ("repetition_penalty", 0.0, 1e6, "a number above 0"),
+    ("temperature", 0.0, 1e6, "a finite number of at least 0"),
+    ("top_k", -1, _INF, "-1 or 0 (off), or at least 1"),
+    ("min_p", 0.0, 1.0, "between 0 and 1"),
+    ("max_tokens", 1, _INF, "at least 1"),
+    ("min_tokens", 0, _INF, "at least 0"),
+    ("logprobs", -1, _INF, "at least 0, or -1 for the whole vocabulary"),
+    ("prompt_logprobs", -1, _INF, "at least 0, or -1 for the whole vocabulary"),
+    ("seed", -(2**63), 2**64 - 1, "a 64-bit whole number"),
+)
+
