@@ -1,0 +1,1 @@
+"""Arguments that make an engine."""

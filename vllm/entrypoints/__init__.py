@@ -1,0 +1,1 @@
+"""What users touch: `LLM`, the command line and the OpenAI-compatible server."""
