@@ -1,0 +1,157 @@
+"""Turns a model source into its Hugging Face config and generation defaults.
+
+Knows files and their errors. Which architectures exist is a table in `architectures`;
+how a model is computed is not known here.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
+
+from vllm.transformers_utils import gguf_config
+from vllm.transformers_utils.architectures import pick_architecture
+from vllm.transformers_utils.gguf import open_gguf
+from vllm.transformers_utils.source import ModelSource
+
+# Bookkeeping of the library that wrote generation_config.json.
+_GENERATION_NOISE = ("_from_model_config", "transformers_version")
+
+
+def get_config(
+    source: ModelSource,
+    trust_remote_code: bool = False,
+    hf_overrides: dict[str, Any] | None = None,
+) -> PretrainedConfig:
+    """The model's config, the architecture that is served first in `architectures`.
+
+    `hf_overrides` is merged into the file's keys (nested dicts key by key) before the
+    config object is built. Raises ValueError, in one line, for a missing or damaged
+    config.json, a missing `architectures`, an architecture or a quantisation that
+    cannot be served, and values that the config class refuses.
+    """
+    raw, where = _raw_config(source)
+    raw = _merged(raw, _rope_aware(hf_overrides or {}, raw))
+    chosen = pick_architecture(raw.get("architectures"), where)
+    rest = [name for name in raw["architectures"] if name != chosen]
+    raw["architectures"] = [chosen, *rest]
+    _refuse_quantized(raw, where)
+    return _build(raw, where, source, trust_remote_code, hf_overrides)
+
+
+def get_generation_config(source: ModelSource) -> dict[str, Any]:
+    """Sampling defaults and special ids of the checkpoint; empty when it states none.
+
+    `eos_token_id`, when present, is always a list of ids.
+    """
+    if source.kind == "gguf":
+        return gguf_config.generation_config(open_gguf(source.path))
+    path = Path(source.path) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    settings = {
+        key: value
+        for key, value in _read_json(path).items()
+        if key not in _GENERATION_NOISE and value is not None
+    }
+    if isinstance(settings.get("eos_token_id"), int):
+        settings["eos_token_id"] = [settings["eos_token_id"]]
+    return settings
+
+
+def _raw_config(source: ModelSource) -> tuple[dict[str, Any], str]:
+    """The config as a plain dict, and what to call it in messages."""
+    if source.kind == "gguf":
+        gguf = open_gguf(source.path)
+        return gguf_config.config_dict(gguf), f"GGUF file {source.path}"
+    path = Path(source.path) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model {source.name!r} has no config.json in {source.path}: expected a "
+            "complete Hugging Face folder; download the repository again"
+        )
+    return _read_json(path), str(path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} is not valid JSON ({error}): download or repair it"
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
+    return value
+
+
+def _rope_aware(overrides: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
+    """Moves the older keys rope_scaling and rope_theta to where the file has them."""
+    if not isinstance(raw.get("rope_parameters"), dict):
+        return dict(overrides)
+    moved = {
+        k: v for k, v in overrides.items() if k not in ("rope_scaling", "rope_theta")
+    }
+    rope = dict(overrides.get("rope_scaling") or {})
+    if "type" in rope and "rope_type" not in rope:
+        rope["rope_type"] = rope.pop("type")
+    if "rope_theta" in overrides:
+        rope["rope_theta"] = overrides["rope_theta"]
+    if rope:
+        moved["rope_parameters"] = {**rope, **moved.get("rope_parameters", {})}
+    return moved
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`, nested dicts merged key by key; neither is modified."""
+    result = dict(base)
+    for key, value in changes.items():
+        old = result.get(key)
+        nested = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = _merged(old, value) if nested else value
+    return result
+
+
+def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return
+    method = quantization.get("quant_method", "unknown")
+    if quantization.get("config_groups") == {}:  # only the KV cache has scales
+        return
+    raise ValueError(
+        f"{where}: weights quantised with {method!r} are not supported; use the "
+        "unquantised checkpoint or a GGUF file"
+    )
+
+
+def _build(
+    raw: dict[str, Any],
+    where: str,
+    source: ModelSource,
+    trust_remote_code: bool,
+    hf_overrides: dict[str, Any] | None,
+) -> PretrainedConfig:
+    model_type = raw.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        if trust_remote_code and raw.get("auto_map"):
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=True)
+            config.update(hf_overrides or {})
+            config.architectures = raw["architectures"]
+            return config
+        hint = (
+            "pass --trust-remote-code to run the config class that it brings along"
+            if raw.get("auto_map")
+            else "set the `model_type` that transformers uses for this architecture"
+        )
+        raise ValueError(f"{where}: unknown model_type {model_type!r}; {hint}")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(raw)
+    except Exception as error:  # the strict config classes raise several kinds
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{where} is refused by the {model_type!r} config class ({reason}): "
+            "correct the file or pass --hf-overrides"
+        ) from error

