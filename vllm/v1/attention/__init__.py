@@ -1,0 +1,1 @@
+"""Attention: the backend contract, its backends, and their kernels."""

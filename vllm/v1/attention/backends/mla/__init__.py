@@ -1,0 +1,1 @@
+"""Backends of layers that cache one latent vector per token."""

@@ -1,0 +1,334 @@
+"""REFERENCE: attention in plain torch over any format's `store` and `load`.
+
+Knows how to gather a batch's states and mask them. Refuses to know any format's
+bytes. It is what every kernel is measured against, and it serves formats that have
+no kernel yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionLayer,
+    AttentionType,
+    CacheDType,
+    PagedAttentionMetadata,
+)
+from vllm.v1.attention.ops.online_softmax import OnlineSoftmax
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_formats import KVFormat, KVScales, all_formats, by_mode, by_name
+
+# States decoded to float32 at once; bounds the memory of one chunk.
+_MAX_CHUNK_STATES = 8192
+
+
+class ReferenceAttentionBackend(AttentionBackend):
+    """Serves every format that stores a K and a V per head."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        fmt.name for fmt in all_formats() if not fmt.latent
+    ]
+    supported_attn_types = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
+
+    @staticmethod
+    def get_name() -> str:
+        return "REFERENCE"
+
+    @staticmethod
+    def get_impl_cls() -> type[ReferenceAttentionImpl]:
+        return ReferenceAttentionImpl
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        mine = spec.kv_quant_mode.is_packed and spec.state_content_bytes is None
+        return spec.packed(by_mode(spec.kv_quant_mode)) if mine else spec
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | None) -> bool:
+        return kv_cache_dtype is None or not by_name(kv_cache_dtype).latent
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Requests attended to together: all have `query_len` queries.
+
+    `rows` are request indices, `starts` their first token in the batch, `contexts`
+    their tokens in the cache.
+    """
+
+    rows: list[int]
+    starts: list[int]
+    contexts: list[int]
+    query_len: int
+    causal: bool
+
+
+class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
+    """Reads what is stored, in prefill as in decode; softmax in float32."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise ValueError(
+                "ALiBi slopes are not supported by the REFERENCE and CPU_ATTN "
+                "backends: use a model with rotary or learned positions."
+            )
+        if attn_type not in ReferenceAttentionBackend.supported_attn_types:
+            raise ValueError(
+                f"Attention type {attn_type} is not supported here: expected decoder "
+                "or encoder_only."
+            )
+        if sinks is not None and sinks.shape != (num_heads,):
+            raise ValueError(
+                f"sinks has shape {tuple(sinks.shape)}, expected one logit for each of "
+                f"{num_heads} heads"
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.sliding_window = sliding_window
+        self.kv_cache_dtype = kv_cache_dtype
+        self.soft_cap = float(logits_soft_cap or 0.0)
+        self.attn_type = attn_type
+        self.shares_kv_cache = kv_sharing_target_layer_name is not None
+        self.sinks = sinks
+        self.format: KVFormat = by_name(kv_cache_dtype)
+
+    def do_kv_cache_update(
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if self.attn_type == AttentionType.ENCODER_ONLY or self.shares_kv_cache:
+            return
+        tokens = slot_mapping.shape[0]
+        self.format.store(
+            kv_cache.view(torch.uint8),
+            slot_mapping,
+            key[:tokens],
+            value[:tokens],
+            _scales(layer),
+        )
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError("This backend writes unquantised outputs only.")
+        if attn_metadata is None:  # a profiling run has no cache to read
+            return output.zero_()
+        for group in _groups(attn_metadata):
+            index = _token_indices(group, query.device)
+            attended = self._running(query[index], output.shape[-1])
+            if self.attn_type == AttentionType.ENCODER_ONLY:
+                chunks = self._chunk_of_step(group, index, key, value)
+            else:
+                chunks = self._chunks_of_cache(
+                    group, layer, kv_cache, attn_metadata, output.shape[-1]
+                )
+            for chunk in chunks:
+                attended.add(*chunk)
+            output[index] = attended.result().to(output.dtype)
+        return output
+
+    def _running(self, query: torch.Tensor, head_size_v: int) -> OnlineSoftmax:
+        return OnlineSoftmax(
+            query,
+            self.num_kv_heads,
+            head_size_v,
+            self.scale,
+            self.soft_cap,
+            self.sinks,
+        )
+
+    def _chunk_of_step(
+        self,
+        group: _Group,
+        index: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Keys and values of this very step, for layers without a cache."""
+        positions = torch.arange(group.query_len, device=key.device)[None]
+        ends = torch.full((len(group.rows), 1), group.query_len, device=key.device)
+        mask = self._mask(positions, positions, ends, group.causal)
+        yield key[index].float(), value[index].float(), mask
+
+    def _chunks_of_cache(
+        self,
+        group: _Group,
+        layer: AttentionLayer,
+        kv_cache: torch.Tensor,
+        metadata: PagedAttentionMetadata,
+        head_size_v: int,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Stored keys and values of a group, from its first visible block on."""
+        pages = kv_cache.view(torch.uint8)
+        device, block_size = kv_cache.device, pages.shape[2]
+        ends = torch.tensor(group.contexts, device=device)[:, None]
+        queries = ends - group.query_len + torch.arange(group.query_len, device=device)
+        first = self._first_blocks(group, block_size)
+        last = [cdiv(context, block_size) for context in group.contexts]
+        width = max(b - a for a, b in zip(first, last, strict=True))
+        step = max(1, _MAX_CHUNK_STATES // (block_size * len(group.rows)))
+        first_block = torch.tensor(first, device=device)[:, None]
+        last_block = torch.tensor(last, device=device)[:, None] - 1
+        table = metadata.block_table[torch.tensor(group.rows, device=device)].long()
+        for start in range(0, width, step):
+            columns = torch.arange(start, min(start + step, width), device=device)
+            blocks = first_block + columns
+            keys = blocks[..., None] * block_size
+            keys = (keys + torch.arange(block_size, device=device)).flatten(1)
+            ids = table.gather(1, torch.minimum(blocks, last_block))
+            key, value = self.format.load(
+                pages,
+                ids.flatten(),
+                ids.numel() * block_size,
+                self.head_size,
+                head_size_v,
+                torch.float32,
+                _scales(layer),
+            )
+            stored = keys < ends
+            value = value.view(*keys.shape, *value.shape[1:])
+            # States beyond the context hold whatever the block held before.
+            value = value.masked_fill(~stored[..., None, None], 0.0)
+            mask = self._mask(queries, keys, ends, group.causal)
+            yield key.view(*keys.shape, *key.shape[1:]), value, mask
+
+    def _first_blocks(self, group: _Group, block_size: int) -> list[int]:
+        """The first block that any query of a request can see."""
+        if self.sliding_window is None:
+            return [0] * len(group.rows)
+        reach = group.query_len + self.sliding_window - 1
+        return [max(0, context - reach) // block_size for context in group.contexts]
+
+    def _mask(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        ends: torch.Tensor,
+        causal: bool,
+    ) -> torch.Tensor:
+        """Bool [R, n, S] from positions [R, n] and [R, S], and contexts [R, 1]."""
+        distance = queries[:, :, None] - keys[:, None, :]
+        mask = (keys < ends)[:, None, :].expand(-1, distance.shape[1], -1)
+        if causal:
+            mask = mask & (distance >= 0)
+        if self.sliding_window is not None:
+            mask = mask & (distance.abs() < self.sliding_window)
+        return mask
+
+
+def _groups(metadata: PagedAttentionMetadata) -> Iterator[_Group]:
+    """Requests cut into groups: decodes of similar length together, others alone."""
+    causal = _causal_flags(metadata)
+    starts, position = [], 0
+    for query_len in metadata.query_lens:
+        starts.append(position)
+        position += query_len
+    decodes: dict[bool, list[int]] = {True: [], False: []}
+    for row, query_len in enumerate(metadata.query_lens):
+        if query_len == 1:
+            decodes[causal[row]].append(row)
+        elif query_len > 1:
+            yield _group([row], starts, metadata, causal[row])
+    for flag, rows in decodes.items():
+        rows.sort(key=lambda row: metadata.context_lens[row])
+        for batch in _batches(rows, metadata.context_lens):
+            yield _group(batch, starts, metadata, flag)
+
+
+def _group(
+    rows: list[int],
+    starts: list[int],
+    metadata: PagedAttentionMetadata,
+    causal: bool,
+) -> _Group:
+    return _Group(
+        rows=rows,
+        starts=[starts[row] for row in rows],
+        contexts=[metadata.context_lens[row] for row in rows],
+        query_len=metadata.query_lens[rows[0]],
+        causal=causal,
+    )
+
+
+def _batches(rows: Sequence[int], contexts: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of `rows`, sorted by context, whose padding costs at most the states
+    themselves again."""
+    batch: list[int] = []
+    states = 0
+    for row in rows:
+        padded = (len(batch) + 1) * contexts[row]
+        if batch and padded > 2 * (states + contexts[row]):
+            yield batch
+            batch, states = [], 0
+        batch.append(row)
+        states += contexts[row]
+    if batch:
+        yield batch
+
+
+def _causal_flags(metadata: PagedAttentionMetadata) -> list[bool]:
+    requests = len(metadata.query_lens)
+    if isinstance(metadata.causal, torch.Tensor):
+        return [bool(flag) for flag in metadata.causal.tolist()]
+    return [bool(metadata.causal)] * requests
+
+
+def _token_indices(group: _Group, device: torch.device) -> torch.Tensor:
+    """Rows of the batch's tokens that belong to a group, int64 [R, n]."""
+    starts = torch.tensor(group.starts, device=device)[:, None]
+    return starts + torch.arange(group.query_len, device=device)
+
+
+def _scales(layer: AttentionLayer) -> KVScales:
+    return KVScales(k=layer._k_scale_float, v=layer._v_scale_float)
