@@ -1,0 +1,103 @@
+"""Errors in the OpenAI shape, and the mapping from exceptions to them."""
+
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from vllm.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
+from vllm.exceptions import EngineDeadError, VLLMValidationError
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.METHOD_NOT_ALLOWED: "MethodNotAllowedError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
+    HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
+}
+
+
+class NotFoundError(Exception):
+    """A name that this server does not know; `param` is the field that held it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+def error_response(
+    message: str, status: HTTPStatus, param: str | None = None
+) -> ErrorResponse:
+    """An error body. Its type follows the HTTP status."""
+    kind = _TYPES.get(status, "BadRequestError")
+    return ErrorResponse(
+        error=ErrorInfo(message=message, type=kind, param=param, code=status.value)
+    )
+
+
+def to_error(error: Exception) -> ErrorResponse:
+    """The body and status that a client sees for an exception."""
+    if isinstance(error, NotFoundError):
+        return error_response(str(error), HTTPStatus.NOT_FOUND, error.param)
+    if isinstance(error, VLLMValidationError):
+        return error_response(str(error), HTTPStatus.BAD_REQUEST, error.parameter)
+    if isinstance(error, (ValueError, TypeError, NotImplementedError)):
+        return error_response(str(error), HTTPStatus.BAD_REQUEST)
+    if isinstance(error, EngineDeadError):
+        return error_response(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    logger.error("request failed", exc_info=error)
+    return error_response(
+        str(error) or type(error).__name__, HTTPStatus.INTERNAL_SERVER_ERROR
+    )
+
+
+def json_error(error: Exception) -> JSONResponse:
+    body = to_error(error)
+    return JSONResponse(body.model_dump(), status_code=body.error.code)
+
+
+def _validation_error(error: RequestValidationError) -> ErrorResponse:
+    """The first fault of a body that does not fit the request's fields."""
+    first = error.errors()[0]
+    cause = (first.get("ctx") or {}).get("error")
+    if isinstance(cause, VLLMValidationError):
+        return to_error(cause)
+    if first["type"] == "json_invalid":
+        detail = (first.get("ctx") or {}).get("error", first["msg"])
+        return error_response(
+            f"the body is not valid JSON: {detail}", HTTPStatus.BAD_REQUEST
+        )
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    message = f"{where}: {first['msg']}" if where else first["msg"]
+    if "input" in first and isinstance(first["input"], (str, int, float, bool)):
+        message += f", got {first['input']!r}"
+    return error_response(message, HTTPStatus.BAD_REQUEST, where or None)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Makes every error of the app leave in the OpenAI shape."""
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        body = _validation_error(error)
+        return JSONResponse(body.model_dump(), status_code=body.error.code)
+
+    @app.exception_handler(HTTPException)
+    async def on_http(_: Request, error: HTTPException) -> JSONResponse:
+        body = error_response(str(error.detail), HTTPStatus(error.status_code))
+        return JSONResponse(body.model_dump(), status_code=error.status_code)
+
+    @app.exception_handler(Exception)
+    async def on_any(_: Request, error: Exception) -> JSONResponse:
+        return json_error(error)
+
+    for kind in (NotFoundError, ValueError, EngineDeadError):
+
+        @app.exception_handler(kind)
+        async def on_known(_: Request, error: Exception) -> JSONResponse:
+            return json_error(error)

@@ -1,0 +1,489 @@
+"""Requests and responses of the HTTP API, in the OpenAI shape with vLLM's extensions.
+
+Says which fields exist and what they mean to the sampler. Knows nothing of the engine.
+"""
+
+import time
+import uuid
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+logger = init_logger(__name__)
+
+# Constraints on the form of the output: refused, because ignoring one would silently
+# return unconstrained text.
+_CONSTRAINTS = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+)
+
+
+def random_uuid() -> str:
+    return uuid.uuid4().hex
+
+
+class OpenAIModel(BaseModel):
+    """A body that keeps unknown fields out of the way and says so once."""
+
+    model_config = ConfigDict(extra="allow")
+
+    known_extras: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="after")
+    def _say_unknown(self) -> "OpenAIModel":
+        unknown = sorted(set(self.model_extra or {}) - self.known_extras)
+        if unknown:
+            logger.warning_once(
+                "%s: fields %s are unknown and ignored",
+                type(self).__name__,
+                ", ".join(unknown),
+            )
+        return self
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorInfo
+
+
+class ModelPermission(BaseModel):
+    id: str = Field(default_factory=lambda: f"modelperm-{random_uuid()}")
+    object: str = "model_permission"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: str = "model"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    owned_by: str = "vllm"
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+    permission: list[ModelPermission] = Field(default_factory=list)
+
+
+class ModelList(BaseModel):
+    object: str = "list"
+    data: list[ModelCard] = Field(default_factory=list)
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int | None = None
+
+
+class UsageInfo(BaseModel):
+    prompt_tokens: int = 0
+    total_tokens: int = 0
+    completion_tokens: int | None = 0
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class StreamOptions(OpenAIModel):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class GenerationRequest(OpenAIModel):
+    """The fields that completions and chat completions share."""
+
+    model: str | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    response_format: dict[str, Any] | None = None
+    # extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    add_special_tokens: bool = True
+    priority: int = 0
+    request_id: str = Field(default_factory=random_uuid)
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    use_beam_search: bool = False
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+
+    @model_validator(mode="after")
+    def _check_common(self) -> "GenerationRequest":
+        for name in _CONSTRAINTS:
+            if getattr(self, name) is not None:
+                raise VLLMValidationError(
+                    f"{name}: constrained output is not supported by this server; "
+                    "leave the field out",
+                    parameter=name,
+                )
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise VLLMValidationError(
+                f"response_format type {kind!r} is not supported: expected 'text'",
+                parameter="response_format",
+            )
+        if self.use_beam_search:
+            raise VLLMValidationError(
+                "use_beam_search is not supported: sample with n instead",
+                parameter="use_beam_search",
+            )
+        if self.stream_options is not None and not self.stream:
+            raise VLLMValidationError(
+                "stream_options needs stream=true", parameter="stream_options"
+            )
+        if self.cache_salt is not None and not self.cache_salt:
+            raise VLLMValidationError(
+                "cache_salt must be a non-empty string", parameter="cache_salt"
+            )
+        return self
+
+    def sampling_values(self, defaults: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of SamplingParams without lengths and logprobs.
+
+        Values of the request win over `defaults`, the model's generation settings.
+        """
+        chosen = {
+            name: getattr(self, name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        }
+        values = {
+            name: defaults.get(name) if value is None else value
+            for name, value in chosen.items()
+        }
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        extra = dict(self.vllm_xargs or {})
+        if self.kv_transfer_params is not None:
+            extra["kv_transfer_params"] = self.kv_transfer_params
+        values.update(
+            n=self.n,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            skip_special_tokens=self.skip_special_tokens,
+            spaces_between_special_tokens=self.spaces_between_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            bad_words=self.bad_words,
+            allowed_token_ids=self.allowed_token_ids,
+            logit_bias=self._logit_bias(),
+            output_kind=kind,
+            extra_args=extra or None,
+        )
+        return values
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        try:
+            return {int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()}
+        except ValueError:
+            raise VLLMValidationError(
+                f"logit_bias keys must be token ids, got {list(self.logit_bias)}",
+                parameter="logit_bias",
+            ) from None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] | None = None
+    max_tokens: int | None = Field(default=16)
+    logprobs: int | None = None
+    echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
+        if self.prompt is None or self.prompt == "" or self.prompt == []:
+            raise VLLMValidationError(
+                "prompt must be a non-empty string, list of strings, list of token ids "
+                "or list of such lists",
+                parameter="prompt",
+            )
+        if self.suffix is not None:
+            raise VLLMValidationError("suffix is not supported", parameter="suffix")
+        if self.best_of is not None and self.best_of != self.n:
+            raise VLLMValidationError(
+                f"best_of ({self.best_of}) is not supported: use n", parameter="best_of"
+            )
+        if self.logprobs is not None and self.logprobs < 0:
+            raise VLLMValidationError(
+                f"logprobs must be at least 0, got {self.logprobs}", parameter="logprobs"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise VLLMValidationError(
+                "max_tokens must be at least 1, got 0 (0 is for echo=true)",
+                parameter="max_tokens",
+            )
+        return self
+
+    def to_sampling_params(
+        self, defaults: dict[str, Any], max_tokens: int
+    ) -> SamplingParams:
+        """Sampling parameters; `max_tokens` is what fits behind the prompt."""
+        prompt_logprobs = self.prompt_logprobs
+        if prompt_logprobs is None and self.echo:
+            prompt_logprobs = self.logprobs
+        return SamplingParams.from_optional(
+            **self.sampling_values(defaults),
+            max_tokens=max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = 0
+    echo: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatCompletionRequest":
+        if not self.messages:
+            raise VLLMValidationError(
+                "messages must hold at least one message", parameter="messages"
+            )
+        for i, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str):
+                raise VLLMValidationError(
+                    f"messages[{i}] needs a role", parameter=f"messages[{i}].role"
+                )
+        if self.tools and self.tool_choice not in (None, "none"):
+            raise VLLMValidationError(
+                f"tool_choice {self.tool_choice!r} is not supported: expected 'none'",
+                parameter="tool_choice",
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise VLLMValidationError(
+                "top_logprobs needs logprobs=true", parameter="top_logprobs"
+            )
+        if self.top_logprobs is not None and self.top_logprobs < 0:
+            raise VLLMValidationError(
+                f"top_logprobs must be at least 0, got {self.top_logprobs}",
+                parameter="top_logprobs",
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise VLLMValidationError(
+                "continue_final_message needs add_generation_prompt=false",
+                parameter="continue_final_message",
+            )
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """Tokens asked for: max_completion_tokens, else the older max_tokens."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    def to_sampling_params(
+        self, defaults: dict[str, Any], max_tokens: int
+    ) -> SamplingParams:
+        """Sampling parameters; `max_tokens` is what fits behind the prompt."""
+        return SamplingParams.from_optional(
+            **self.sampling_values(defaults),
+            max_tokens=max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+class CompletionLogProbs(BaseModel):
+    text_offset: list[int] = Field(default_factory=list)
+    token_logprobs: list[float | None] = Field(default_factory=list)
+    tokens: list[str] = Field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = Field(default_factory=list)
+
+
+class ChoiceExtras(BaseModel):
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(ChoiceExtras):
+    index: int
+    text: str
+    logprobs: CompletionLogProbs | None = None
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageInfo | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class ChatTopLogProb(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class ChatLogProbContent(ChatTopLogProb):
+    top_logprobs: list[ChatTopLogProb] = Field(default_factory=list)
+
+
+class ChatLogProbs(BaseModel):
+    content: list[ChatLogProbContent] | None = None
+
+
+class ChatMessage(BaseModel):
+    role: str = "assistant"
+    content: str | None = None
+
+
+class ChatDelta(BaseModel):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(ChoiceExtras):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogProbs | None = None
+
+
+class ChatChunkChoice(ChoiceExtras):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogProbs | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageInfo
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageInfo | None = None
+
+
+class TokenizeRequest(OpenAIModel):
+    """POST /tokenize: of a prompt, or of messages through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise VLLMValidationError("give either prompt or messages", parameter="prompt")
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(OpenAIModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str

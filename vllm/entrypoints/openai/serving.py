@@ -1,0 +1,237 @@
+"""What all endpoints share: model names, tokenisation, length limits, usage."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from vllm.config import VllmConfig
+from vllm.entrypoints.openai.errors import NotFoundError
+from vllm.entrypoints.openai.protocol import (
+    GenerationRequest,
+    ModelCard,
+    ModelList,
+    ModelPermission,
+    PromptTokensDetails,
+    UsageInfo,
+)
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import TokensPrompt
+from vllm.outputs import Logprob, RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class ServingContext:
+    """The engine behind the endpoints and the settings that shape answers."""
+
+    engine: AsyncLLM
+    vllm_config: VllmConfig
+    tokenizer: Any
+    chat_template: str | None = None
+    return_tokens_as_token_ids: bool = False
+    enable_prompt_tokens_details: bool = False
+    enable_force_include_usage: bool = False
+    default_sampling: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.vllm_config.model_config.max_model_len
+
+    @property
+    def names(self) -> list[str]:
+        return self.vllm_config.model_config.served_names
+
+    def models(self) -> ModelList:
+        """The served names, as GET /v1/models answers."""
+        root = self.vllm_config.model_config.model
+        return ModelList(
+            data=[
+                ModelCard(
+                    id=name,
+                    root=root,
+                    max_model_len=self.max_model_len,
+                    permission=[ModelPermission()],
+                )
+                for name in self.names
+            ]
+        )
+
+    def check_model(self, name: str | None) -> str:
+        """The name to report back; NotFoundError for one that is not served."""
+        if name is None or name == "":
+            return self.names[0]
+        if name not in self.names:
+            raise NotFoundError(
+                f"The model `{name}` does not exist. Served here: "
+                f"{', '.join(self.names)}.",
+                param="model",
+            )
+        return name
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def room_for(
+        self, prompt_len: int, wanted: int | None, default: int | None = None
+    ) -> int:
+        """Tokens that may be generated behind a prompt of `prompt_len` tokens.
+
+        `wanted` is refused when it does not fit; without it, everything that fits, at
+        most `default`. Raises VLLMValidationError.
+        """
+        limit, room = self.max_model_len, self.max_model_len - prompt_len
+        if wanted is not None and wanted < 0:
+            raise VLLMValidationError(
+                f"max_tokens must be at least 1, got {wanted}", parameter="max_tokens"
+            )
+        if room < 1 or (wanted is not None and wanted > room):
+            asked = "" if wanted is None else f" and {wanted} tokens to generate"
+            raise VLLMValidationError(
+                f"This model's maximum context length is {limit} tokens. However, the "
+                f"request has a prompt of {prompt_len} tokens{asked}: shorten the prompt "
+                "or lower max_tokens.",
+                parameter="max_tokens" if wanted is not None and room >= 1 else "prompt",
+                value=prompt_len,
+            )
+        if wanted is not None:
+            return wanted
+        return room if default is None else min(room, default)
+
+    def truncate(self, ids: list[int], keep: int | None, max_tokens: int) -> list[int]:
+        """The last `keep` tokens of a prompt; -1 keeps what leaves room to generate."""
+        if keep is None:
+            return ids
+        if keep == -1:
+            keep = max(self.max_model_len - max_tokens, 1)
+        if keep > self.max_model_len:
+            raise VLLMValidationError(
+                f"truncate_prompt_tokens ({keep}) is above the maximum context length "
+                f"({self.max_model_len})",
+                parameter="truncate_prompt_tokens",
+            )
+        return ids[-keep:] if keep else ids
+
+    def generate(
+        self,
+        ids: list[int],
+        text: str | None,
+        params: SamplingParams,
+        request: GenerationRequest,
+        request_id: str,
+    ) -> AsyncIterator[RequestOutput]:
+        """Starts one prompt on the engine and returns the stream of its outputs."""
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        if text is not None:
+            prompt["prompt"] = text
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        return self.engine.generate(
+            prompt, params, request_id, priority=request.priority
+        )
+
+    def token_text(self, token_id: int, logprob: Logprob, as_id: bool) -> str:
+        """How a token is shown in logprobs: its text, or "token_id:N"."""
+        if as_id:
+            return f"token_id:{token_id}"
+        if logprob.decoded_token is not None:
+            return logprob.decoded_token
+        return self.tokenizer.decode([token_id])
+
+    def shows_ids(self, request: GenerationRequest) -> bool:
+        wish = request.return_tokens_as_token_ids
+        return self.return_tokens_as_token_ids if wish is None else wish
+
+    def usage(
+        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
+    ) -> UsageInfo:
+        """Token counts of an answer; cached tokens only where the server reports them."""
+        usage = UsageInfo(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+        )
+        if self.enable_prompt_tokens_details and cached_tokens is not None:
+            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
+        return usage
+
+
+def prompt_logprobs_json(
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
+) -> list[Any] | None:
+    """Prompt logprobs as clients read them: null first, then {"<id>": {...}}."""
+    if prompt_logprobs is None:
+        return None
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {
+                "logprob": max(item.logprob, -9999.0),
+                "rank": item.rank,
+                "decoded_token": item.decoded_token,
+            }
+            for token, item in entry.items()
+        }
+        for entry in prompt_logprobs
+    ]
+
+
+async def merge(
+    streams: Sequence[AsyncIterator[T]],
+) -> AsyncIterator[tuple[int, T]]:
+    """Yields (stream index, item) as items arrive. Closes every stream at the end."""
+    if len(streams) == 1:
+        async for item in streams[0]:
+            yield 0, item
+        return
+    waiting = {
+        asyncio.ensure_future(anext(stream)): i  # type: ignore[arg-type]
+        for i, stream in enumerate(streams)
+    }
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(
+                waiting, return_when=asyncio.FIRST_COMPLETED
+            )
+            for future in done:
+                i = waiting.pop(future)
+                try:
+                    item = future.result()
+                except StopAsyncIteration:
+                    continue
+                waiting[asyncio.ensure_future(anext(streams[i]))] = i  # type: ignore[arg-type]
+                yield i, item
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def until_disconnect(request: Request, work: Any) -> Any:
+    """Awaits `work`, and cancels it when the client goes away.
+
+    Returns None in that case.
+    """
+    task = asyncio.ensure_future(work)
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watcher = asyncio.ensure_future(disconnected())
+    done, _ = await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    if task in done:
+        watcher.cancel()
+        return task.result()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
