@@ -92,11 +92,7 @@ class _Answer:
         default = context.default_sampling.get("max_tokens")
         # Scoring a prompt (max_tokens 0) samples one token, which is thrown away.
         wanted = 1 if self.echo_only else request.max_tokens
-        room = (
-            1
-            if self.echo_only and len(prompt.ids) == context.max_model_len
-            else context.room_for(len(prompt.ids), wanted, default)
-        )
+        room = context.room_for(len(prompt.ids), wanted, default)
         params = request.to_sampling_params(context.default_sampling, room)
         return context.generate(
             prompt.ids, prompt.text, params, request, f"{self.id}-{index}"

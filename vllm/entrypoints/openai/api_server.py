@@ -1,0 +1,357 @@
+"""The HTTP application: routes, authentication, start and stop."""
+
+import argparse
+import asyncio
+import json
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
+
+from vllm import envs
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.errors import install_error_handlers
+from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from vllm.entrypoints.openai.serving import ServingContext, until_disconnect
+from vllm.entrypoints.openai.serving_chat import ChatServer, chat_prompt
+from vllm.entrypoints.openai.serving_completion import CompletionServer
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.version import __version__
+
+logger = init_logger(__name__)
+router = APIRouter()
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def _context(request: Request) -> ServingContext:
+    return request.app.state.context
+
+
+async def _answer(raw: Request, work: Any) -> Response:
+    """Runs a request's work; a client that goes away aborts it."""
+    result = await until_disconnect(raw, work)
+    if result is None:
+        return Response(status_code=499)
+    if isinstance(result, AsyncIterator):
+        return StreamingResponse(result, media_type="text/event-stream")
+    return JSONResponse(result.model_dump())
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, raw: Request) -> Response:
+    _adopt_request_id(body, raw)
+    return await _answer(raw, raw.app.state.completions.create(body))
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> Response:
+    _adopt_request_id(body, raw)
+    return await _answer(raw, raw.app.state.chat.create(body))
+
+
+def _adopt_request_id(body: Any, raw: Request) -> None:
+    """An X-Request-Id header becomes the request's id."""
+    if header := raw.headers.get("x-request-id"):
+        body.request_id = header
+
+
+@router.get("/v1/models")
+async def list_models(raw: Request) -> JSONResponse:
+    return JSONResponse(_context(raw).models().model_dump())
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(name: str, raw: Request) -> JSONResponse:
+    context = _context(raw)
+    context.check_model(name)
+    card = next(card for card in context.models().data if card.id == name)
+    return JSONResponse(card.model_dump())
+
+
+@router.get("/health")
+async def health(raw: Request) -> Response:
+    """Empty 200 while the engine lives, 503 afterwards."""
+    await _context(raw).engine.check_health()
+    return Response(status_code=200)
+
+
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(raw: Request) -> Response:
+    return await health(raw)
+
+
+@router.get("/version")
+async def version() -> JSONResponse:
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/metrics")
+async def metrics() -> Response:
+    return Response(generate_latest(REGISTRY), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/load")
+async def load(raw: Request) -> JSONResponse:
+    return JSONResponse({"server_load": raw.app.state.in_flight})
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, raw: Request) -> JSONResponse:
+    context = _context(raw)
+    context.check_model(body.model)
+    if body.messages is not None:
+        text, special = chat_prompt(context, body), bool(body.add_special_tokens)
+    else:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+    ids = context.encode(text, special)
+    strings = None
+    if body.return_token_strs:
+        strings = context.tokenizer.convert_ids_to_tokens(ids)
+    answer = TokenizeResponse(
+        count=len(ids),
+        max_model_len=context.max_model_len,
+        tokens=ids,
+        token_strs=strings,
+    )
+    return JSONResponse(answer.model_dump())
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, raw: Request) -> JSONResponse:
+    context = _context(raw)
+    context.check_model(body.model)
+    vocab = context.vllm_config.model_config.get_vocab_size()
+    for token in body.tokens:
+        if not 0 <= token < vocab:
+            raise VLLMValidationError(
+                f"token id {token} is outside the vocabulary: expected 0 to {vocab - 1}",
+                parameter="tokens",
+            )
+    text = context.tokenizer.decode(body.tokens)
+    return JSONResponse(DetokenizeResponse(prompt=text).model_dump())
+
+
+async def reset_prefix_cache(raw: Request) -> Response:
+    """Forgets all cached prefixes (development mode)."""
+    done = await _context(raw).engine.reset_prefix_cache()
+    return Response(status_code=200 if done is not False else 409)
+
+
+async def server_info(raw: Request) -> JSONResponse:
+    """The configuration as text (development mode)."""
+    return JSONResponse({"vllm_config": str(_context(raw).vllm_config)})
+
+
+def build_app(args: argparse.Namespace) -> FastAPI:
+    """The application with its routes and middleware; `init_app_state` gives it an
+    engine."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        stats = asyncio.create_task(_log_stats_forever(app))
+        yield
+        stats.cancel()
+
+    docs = None if args.disable_fastapi_docs else "/docs"
+    app = FastAPI(
+        title="vLLM API",
+        version=__version__,
+        docs_url=docs,
+        redoc_url=None,
+        openapi_url="/openapi.json" if docs else None,
+        root_path=args.root_path or "",
+        lifespan=lifespan,
+    )
+    app.state.in_flight = 0
+    app.include_router(router)
+    if envs.VLLM_SERVER_DEV_MODE:
+        app.post("/reset_prefix_cache")(reset_prefix_cache)
+        app.get("/server_info")(server_info)
+    install_error_handlers(app)
+    _install_middleware(app, args)
+    return app
+
+
+def _install_middleware(app: FastAPI, args: argparse.Namespace) -> None:
+    keys = [key for key in (args.api_key or []) if key]
+    if not keys and envs.VLLM_API_KEY:
+        keys = [envs.VLLM_API_KEY]
+
+    @app.middleware("http")
+    async def guard(request: Request, call_next: Handler) -> Response:
+        guarded = request.url.path.startswith("/v1") and request.method != "OPTIONS"
+        if keys and guarded and not _authorised(request, keys):
+            return JSONResponse({"error": "Unauthorized"}, status_code=401)
+        app.state.in_flight += 1
+        try:
+            response = await call_next(request)
+        finally:
+            app.state.in_flight -= 1
+        if args.enable_request_id_headers:
+            given = request.headers.get("x-request-id")
+            response.headers["X-Request-Id"] = given or secrets.token_hex(16)
+        return response
+
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=args.allowed_origins,
+        allow_credentials=args.allow_credentials,
+        allow_methods=args.allowed_methods,
+        allow_headers=args.allowed_headers,
+    )
+
+
+def _authorised(request: Request, keys: list[str]) -> bool:
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        return False
+    return any(secrets.compare_digest(given.encode(), key.encode()) for key in keys)
+
+
+async def _log_stats_forever(app: FastAPI) -> None:
+    while True:
+        await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
+        await app.state.context.engine.do_log_stats()
+
+
+async def init_app_state(app: FastAPI, engine: AsyncLLM, args: Any) -> None:
+    """Connects an application to its engine."""
+    config = engine.vllm_config
+    context = ServingContext(
+        engine=engine,
+        vllm_config=config,
+        tokenizer=engine.get_tokenizer(),
+        chat_template=load_chat_template(args.chat_template),
+        return_tokens_as_token_ids=args.return_tokens_as_token_ids,
+        enable_prompt_tokens_details=args.enable_prompt_tokens_details,
+        enable_force_include_usage=args.enable_force_include_usage,
+        default_sampling=config.model_config.get_diff_sampling_param(),
+    )
+    app.state.context = context
+    app.state.completions = CompletionServer(context)
+    app.state.chat = ChatServer(context)
+
+
+def load_chat_template(template: str | None) -> str | None:
+    """A template given as a file path or as its own text."""
+    if template is None:
+        return None
+    if any(char in template for char in "{}\n"):
+        return template
+    path = Path(template)
+    if not path.is_file():
+        raise ValueError(
+            f"--chat-template {template!r}: no such file, and it does not look like a "
+            "template either"
+        )
+    return path.read_text()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before any weights are loaded.
+
+    Raises ValueError when the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error}): stop what uses it or choose "
+            "another with --host and --port"
+        ) from None
+    return sock
+
+
+async def run_server(args: argparse.Namespace) -> None:
+    """Serves until SIGINT or SIGTERM. Raises ValueError for what cannot be served."""
+    sock = bind(args.host, args.port)
+    try:
+        load_chat_template(args.chat_template)
+        engine_args = AsyncEngineArgs.from_cli_args(args)
+        config = engine_args.create_engine_config()
+        app = build_app(args)
+        engine = AsyncLLM.from_vllm_config(
+            config, disable_log_stats=engine_args.disable_log_stats
+        )
+        try:
+            await init_app_state(app, engine, args)
+            await _serve(app, sock, args)
+        finally:
+            engine.shutdown()
+    finally:
+        sock.close()
+
+
+async def _serve(app: FastAPI, sock: socket.socket, args: argparse.Namespace) -> None:
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            timeout_keep_alive=5,
+        )
+    )
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.01)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+    _say_ready(app.state.context, sock, args)
+    engine_watch = asyncio.create_task(_stop_when_dead(app, server))
+    await task
+    engine_watch.cancel()
+
+
+async def _stop_when_dead(app: FastAPI, server: uvicorn.Server) -> None:
+    """Ends the server when its engine has died: a supervisor can then restart it."""
+    engine = app.state.context.engine
+    while not engine.errored:
+        await asyncio.sleep(1.0)
+    logger.error("the engine has stopped; the server ends")
+    await asyncio.sleep(1.0)  # lets waiting clients read their 503
+    server.should_exit = True
+
+
+def _say_ready(context: ServingContext, sock: socket.socket, args: Any) -> None:
+    host, port = sock.getsockname()[:2]
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    scheme = "https" if args.ssl_certfile else "http"
+    body = {
+        "model": context.names[0],
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    }
+    key = ' -H "Authorization: Bearer $API_KEY"' if args.api_key else ""
+    print(
+        f"\nvLLM {__version__} is ready on {scheme}://{shown}:{port}  Try:\n\n"
+        f"  curl {scheme}://{shown}:{port}/v1/chat/completions{key} \\\n"
+        f"    -H 'Content-Type: application/json' \\\n"
+        f"    -d '{json.dumps(body)}'\n",
+        flush=True,
+    )

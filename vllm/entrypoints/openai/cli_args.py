@@ -1,0 +1,65 @@
+"""Command-line options of the HTTP server; the engine's own come from its arguments."""
+
+import argparse
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser, json_value
+
+
+def add_server_args(parser: FlexibleArgumentParser) -> None:
+    """Adds where to listen, whom to let in, and how answers look."""
+    flag = argparse.BooleanOptionalAction
+    group = parser.add_argument_group("server")
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0: all)")
+    add("--port", type=int, default=8000, help="port to listen on (0: any free one)")
+    add("--api-key", nargs="+", default=None, help="keys that /v1 requests must carry")
+    add("--allowed-origins", type=json_value, default=["*"], help="CORS origins, JSON")
+    add("--allowed-methods", type=json_value, default=["*"], help="CORS methods, JSON")
+    add("--allowed-headers", type=json_value, default=["*"], help="CORS headers, JSON")
+    add("--allow-credentials", action=flag, default=False, help="CORS credentials")
+    add("--ssl-keyfile", default=None, help="TLS key")
+    add("--ssl-certfile", default=None, help="TLS certificate")
+    add("--ssl-ca-certs", default=None, help="TLS authorities")
+    add("--root-path", default=None, help="path prefix behind a proxy")
+    add("--chat-template", default=None, help="template file, or the template itself")
+    add(
+        "--return-tokens-as-token-ids",
+        action=flag,
+        default=False,
+        help="show tokens in logprobs as token_id:N",
+    )
+    add(
+        "--enable-prompt-tokens-details",
+        action=flag,
+        default=False,
+        help="report cached tokens in usage",
+    )
+    add(
+        "--enable-force-include-usage",
+        action=flag,
+        default=False,
+        help="end every stream with a usage chunk",
+    )
+    add(
+        "--enable-request-id-headers",
+        action=flag,
+        default=False,
+        help="answer with X-Request-Id",
+    )
+    add("--disable-fastapi-docs", action=flag, default=False, help="no /docs")
+    add("--uvicorn-log-level", default="warning", help="log level of the HTTP loop")
+    add(
+        "--disable-uvicorn-access-log",
+        action=flag,
+        default=False,
+        help="no line per HTTP request",
+    )
+
+
+def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
+    """Adds the model, the server's options and the engine's."""
+    parser.add_argument("model_tag", nargs="?", default=None, help="model to serve")
+    parser.add_argument("--model", default=None, help="model to serve")
+    add_server_args(parser)
+    return AsyncEngineArgs.add_cli_args(parser)
