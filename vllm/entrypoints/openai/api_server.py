@@ -3,10 +3,9 @@
 import argparse
 import asyncio
 import json
-import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,11 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.errors import install_error_handlers
+from vllm.entrypoints.openai.middleware import (
+    ApiKeyMiddleware,
+    LoadMiddleware,
+    RequestIdMiddleware,
+)
 from vllm.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,8 +42,6 @@ from vllm.version import __version__
 
 logger = init_logger(__name__)
 router = APIRouter()
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 def _context(request: Request) -> ServingContext:
@@ -192,25 +194,15 @@ def build_app(args: argparse.Namespace) -> FastAPI:
 
 
 def _install_middleware(app: FastAPI, args: argparse.Namespace) -> None:
+    """The last one added sees a request first."""
     keys = [key for key in (args.api_key or []) if key]
     if not keys and envs.VLLM_API_KEY:
         keys = [envs.VLLM_API_KEY]
-
-    @app.middleware("http")
-    async def guard(request: Request, call_next: Handler) -> Response:
-        guarded = request.url.path.startswith("/v1") and request.method != "OPTIONS"
-        if keys and guarded and not _authorised(request, keys):
-            return JSONResponse({"error": "Unauthorized"}, status_code=401)
-        app.state.in_flight += 1
-        try:
-            response = await call_next(request)
-        finally:
-            app.state.in_flight -= 1
-        if args.enable_request_id_headers:
-            given = request.headers.get("x-request-id")
-            response.headers["X-Request-Id"] = given or secrets.token_hex(16)
-        return response
-
+    app.add_middleware(LoadMiddleware, state=app.state)
+    if keys:
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
+    if args.enable_request_id_headers:
+        app.add_middleware(RequestIdMiddleware)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=args.allowed_origins,
@@ -218,13 +210,6 @@ def _install_middleware(app: FastAPI, args: argparse.Namespace) -> None:
         allow_methods=args.allowed_methods,
         allow_headers=args.allowed_headers,
     )
-
-
-def _authorised(request: Request, keys: list[str]) -> bool:
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    return any(secrets.compare_digest(given.encode(), key.encode()) for key in keys)
 
 
 async def _log_stats_forever(app: FastAPI) -> None:

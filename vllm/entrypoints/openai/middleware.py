@@ -1,0 +1,67 @@
+"""ASGI middleware: API keys, request ids and the number of requests in flight."""
+
+import secrets
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class ApiKeyMiddleware:
+    """Answers 401 to /v1 requests that carry none of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
+        self.app, self.keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._guarded(scope):
+            response = JSONResponse({"error": "Unauthorized"}, status_code=401)
+            await response(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _guarded(self, scope: Scope) -> bool:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if not path.startswith("/v1") or scope["method"] == "OPTIONS":
+            return False
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        known = [secrets.compare_digest(given.encode(), key) for key in self.keys]
+        return scheme.lower() != "bearer" or not any(known)
+
+
+class RequestIdMiddleware:
+    """Answers with the X-Request-Id of the request, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id") or secrets.token_hex(16)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class LoadMiddleware:
+    """Counts requests in flight in `state.in_flight`."""
+
+    def __init__(self, app: ASGIApp, state: Any) -> None:
+        self.app, self.state = app, state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        self.state.in_flight += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.state.in_flight -= 1
