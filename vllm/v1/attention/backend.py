@@ -27,6 +27,7 @@ from vllm.v1.attention.metadata import (
     PagedAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout, LayoutDeclaration
 from vllm.v1.kv_formats import by_name
 
 if TYPE_CHECKING:
@@ -75,10 +76,12 @@ class AttentionBackend(ABC):
     ]
     #: Arrangement of the fields of a state that the kernels read and write.
     kv_cache_arrangement: ClassVar[str] = "cells"
-    #: KVCacheLayout names, most preferred first; empty: any strides.
-    supported_kv_cache_layouts: ClassVar[tuple[str, ...]] = ()
+    #: Axis orders of the cache that the kernels take, most preferred first.
+    supported_kv_cache_layouts: ClassVar[tuple[KVCacheLayout, ...]] = ()
     #: Block sizes are rounded up to a multiple of this many tokens.
     min_block_alignment: ClassVar[int] = 1
+    #: `Platform.device_type` values; empty: any device torch runs on.
+    supported_devices: ClassVar[tuple[str, ...]] = ()
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
 
     # --- identity ---------------------------------------------------------------
@@ -146,9 +149,16 @@ class AttentionBackend(ABC):
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
-        """The one layout this backend accepts, None if it has a choice."""
+        """Name of the one layout this backend accepts, None if it has a choice."""
         layouts = cls.supported_kv_cache_layouts
-        return layouts[0] if len(layouts) == 1 else None
+        return layouts[0].name if len(layouts) == 1 else None
+
+    @classmethod
+    def layout_declaration(cls) -> LayoutDeclaration:
+        """The accepted axis orders, for `resolve_kv_cache_layout`."""
+        return LayoutDeclaration(
+            owner=cls.get_name(), layouts=cls.supported_kv_cache_layouts
+        )
 
     # --- kernel block sizes -----------------------------------------------------
 

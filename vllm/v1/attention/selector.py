@@ -1,7 +1,7 @@
 """Picks the backend class of one attention layer.
 
-Knows how a request for a backend is spelled: by kind of layer, in general, or by
-environment variable. Which backends a device offers is the platform's knowledge.
+Knows how to put a layer's needs into words. Which backends a device offers, and in
+which order, is the platform's knowledge.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from functools import cache
 
 import torch
 
-from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.platforms.interface import AttentionSelectorConfig
 from vllm.utils.import_utils import resolve_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, as_backend
+from vllm.v1.attention.backends.registry import (
+    AttentionBackendEnum,
+    requested_backend,
+)
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.kv_formats import by_name
 
@@ -25,10 +26,7 @@ __all__ = [
     "AttentionSelectorConfig",
     "get_attn_backend",
     "get_attn_spec_kind",
-    "requested_backend",
 ]
-
-logger = init_logger(__name__)
 
 
 def get_attn_backend(
@@ -53,6 +51,7 @@ def get_attn_backend(
         by_name(kv_cache_dtype)  # an unknown name is an error here, not in a kernel
     attn_type = attn_type or AttentionType.DECODER
     vllm_config = get_current_vllm_config_or_none()
+    attention = vllm_config.attention_config if vllm_config else None
     kind = get_attn_spec_kind(use_mla, has_sliding_window, attn_type)
     selector_config = AttentionSelectorConfig(
         head_size=head_size,
@@ -66,12 +65,10 @@ def get_attn_backend(
         use_per_head_quant_scales=use_per_head_quant_scales,
         attn_type=attn_type,
         has_sliding_window=has_sliding_window,
-        use_non_causal=bool(
-            vllm_config and vllm_config.attention_config.use_non_causal
-        ),
+        use_non_causal=bool(attention and attention.use_non_causal),
         use_kv_connector=bool(vllm_config and vllm_config.kv_transfer_config),
     )
-    backend = requested_backend(vllm_config, kind)
+    backend = requested_backend(attention, kind.value)
     return _cached_get_attn_backend(backend, selector_config, num_heads)
 
 
@@ -111,18 +108,6 @@ def get_attn_spec_kind(
         if has_sliding_window
         else KVCacheSpecKind.FULL_ATTENTION
     )
-
-
-def requested_backend(
-    vllm_config: VllmConfig | None, kind: KVCacheSpecKind
-) -> AttentionBackendEnum | None:
-    """What the user asked for: per kind, else in general, else by environment."""
-    if vllm_config is not None:
-        attention = vllm_config.attention_config
-        asked = attention.backend_per_kind.get(kind.value) or attention.backend
-        if asked is not None:
-            return as_backend(asked)
-    return as_backend(envs.VLLM_ATTENTION_BACKEND)
 
 
 def _fixed_block_size(vllm_config: VllmConfig | None) -> int | None:

@@ -54,7 +54,7 @@ class ReferenceAttentionBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        mine = spec.kv_quant_mode.is_packed and spec.state_content_bytes is None
+        mine = spec.kv_quant_mode.is_quantized and not spec.is_packed
         return spec.packed(by_mode(spec.kv_quant_mode)) if mine else spec
 
     @classmethod
@@ -140,7 +140,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         if self.attn_type == AttentionType.ENCODER_ONLY or self.shares_kv_cache:
             return
         tokens = slot_mapping.shape[0]
-        self.format.store(
+        self.format.resolve(kv_cache.dtype).store(
             kv_cache.view(torch.uint8),
             slot_mapping,
             key[:tokens],
@@ -210,7 +210,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         head_size_v: int,
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Stored keys and values of a group, from its first visible block on."""
-        pages = kv_cache.view(torch.uint8)
+        fmt, pages = self.format.resolve(kv_cache.dtype), kv_cache.view(torch.uint8)
         device, block_size = kv_cache.device, pages.shape[2]
         ends = torch.tensor(group.contexts, device=device)[:, None]
         queries = ends - group.query_len + torch.arange(group.query_len, device=device)
@@ -227,7 +227,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             keys = blocks[..., None] * block_size
             keys = (keys + torch.arange(block_size, device=device)).flatten(1)
             ids = table.gather(1, torch.minimum(blocks, last_block))
-            key, value = self.format.load(
+            key, value = fmt.load(
                 pages,
                 ids.flatten(),
                 ids.numel() * block_size,

@@ -11,9 +11,11 @@ from enum import Enum, EnumMeta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from vllm import envs
 from vllm.utils.import_utils import resolve_qualname
 
 if TYPE_CHECKING:
+    from vllm.config import AttentionConfig
     from vllm.v1.attention.backend import AttentionBackend
 
 _BACKENDS = "vllm.v1.attention.backends"
@@ -198,6 +200,17 @@ def as_backend(
     if isinstance(backend, str):
         return AttentionBackendEnum[backend.upper()] if backend else None
     return backend
+
+
+def requested_backend(
+    attention_config: AttentionConfig | None, kind: str = ""
+) -> AttentionBackendEnum | None:
+    """What the user asked for: for this kind of spec, else in general, else through
+    VLLM_ATTENTION_BACKEND. None leaves the choice to the platform."""
+    asked = None
+    if attention_config is not None:
+        asked = attention_config.backend_per_kind.get(kind) or attention_config.backend
+    return as_backend(asked or envs.VLLM_ATTENTION_BACKEND)
 
 
 def _module_exists(module: str) -> bool:
