@@ -54,6 +54,7 @@ class CacheConfig:
     kv_offloading_size: float | None = None
     kv_offloading_backend: KVOffloadingBackend = "native"
     _block_size_resolved: bool = field(default=False, init=False)
+    _skip_layers_resolved: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.user_specified_block_size = self.block_size is not None
