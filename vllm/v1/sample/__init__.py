@@ -1,0 +1,1 @@
+"""Chooses the next token from logits, row by row of the batch."""
