@@ -1,0 +1,82 @@
+// The C ABI of the CPU kernels: plain structs of pointers, strides and counts.
+//
+// Knows nothing of torch or Python; vllm/v1/attention/ops/cpu_kernels.py mirrors
+// these structs field by field and refuses a library whose struct sizes differ.
+#pragma once
+
+#include <stdint.h>
+
+namespace vllm_cpu {
+
+// Types of activations (query, key, value, output).
+enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+// What one cell of the cache holds. The first three equal their DType.
+enum CellFormat : int32_t {
+  kCellsFloat32 = 0,
+  kCellsFloat16 = 1,
+  kCellsBFloat16 = 2,
+};
+
+enum Status : int32_t {
+  kOk = 0,
+  kUnsupported = 1,        // no kernel for this format and query type
+  kOutOfMemory = 2,        // scratch could not be allocated
+  kBadQueryStartLoc = 3,   // not ascending, or past the query's rows
+  kBadSeqLen = 4,          // negative, or longer than the block table covers
+  kBadBlockId = 5,         // outside the cache
+};
+
+// One layer's cache as bytes, [blocks, heads, states, cell]. Strides in bytes; a cell
+// is contiguous.
+struct Pages {
+  uint8_t* data;
+  int64_t block_stride;
+  int64_t head_stride;
+  int64_t state_stride;
+  int64_t num_blocks;
+  int32_t num_heads;
+  int32_t block_size;
+};
+
+// Rows of [tokens, heads, size]. Strides in elements; the last axis is contiguous.
+struct Rows {
+  void* data;
+  int64_t token_stride;
+  int64_t head_stride;
+  int32_t dtype;
+  int32_t size;
+};
+
+struct AttentionArgs {
+  Rows out;                        // [tokens, query heads, head_size_v]
+  Rows query;                      // [tokens, query heads, head_size]
+  Pages pages;
+  const int32_t* query_start_loc;  // [num_requests + 1]
+  const int32_t* seq_lens;         // [num_requests], the new tokens included
+  const int32_t* block_table;      // [num_requests, block_table_width]
+  const float* sinks;              // [query heads] or null
+  int64_t block_table_stride;      // elements
+  int32_t block_table_width;
+  int32_t num_requests;
+  int32_t num_tokens;
+  int32_t num_query_heads;
+  int32_t cell_format;
+  int32_t causal;
+  int32_t sliding_window;          // tokens seen, itself included; <= 0: all
+  float scale;
+  float soft_cap;                  // <= 0: none
+  float k_scale;                   // per tensor, of quantised formats
+  float v_scale;
+};
+
+struct StoreArgs {
+  Pages pages;
+  Rows key;                        // [tokens, heads, head_size]
+  Rows value;                      // [tokens, heads, head_size_v]
+  const int64_t* slot_mapping;     // [num_tokens]; outside the cache: skipped
+  int32_t num_tokens;
+  int32_t cell_format;
+};
+
+}  // namespace vllm_cpu

@@ -1,0 +1,63 @@
+// Attention over dense cells: K[0..head_size) then V[0..head_size_v) of one float type.
+#include "attention_tile.h"
+#include "kernels.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+template <int kDType>
+struct DenseCells {
+  using Units = Float32Units;
+  static constexpr bool kStateScales = false;
+  static constexpr int kBytes = dtype_bytes(kDType);
+
+  explicit DenseCells(const AttentionArgs& a)
+      : key_bytes(a.query.size * kBytes),
+        value_offset(key_bytes),
+        value_bytes(a.out.size * kBytes) {}
+
+  U load_key(const uint8_t* cell, int elem, int count) const {
+    return as_units(load_as_float<kDType>(cell + elem * kBytes, count));
+  }
+  U load_value(const uint8_t* cell, int elem, int count) const {
+    return load_key(cell + value_offset, elem, count);
+  }
+
+  int key_bytes;
+  int value_offset;
+  int value_bytes;
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16Cells : DenseCells<kBFloat16> {
+  using Units = BFloat16Units;
+  using DenseCells::DenseCells;
+
+  U load_key(const uint8_t* cell, int elem, int count) const {
+    return load_pairs(cell + elem * kBytes, count);
+  }
+  U load_value(const uint8_t* cell, int elem, int count) const {
+    return load_key(cell + value_offset, elem, count);
+  }
+};
+#endif
+
+const AttentionKernel* dense_attention(int32_t cell_format, int32_t query_dtype) {
+  static constexpr AttentionKernel float32 = TileAttention<DenseCells<kFloat32>>::kernel();
+  static constexpr AttentionKernel float16 = TileAttention<DenseCells<kFloat16>>::kernel();
+  static constexpr AttentionKernel bfloat16 =
+      TileAttention<DenseCells<kBFloat16>>::kernel();
+#if defined(__AVX512BF16__)
+  static constexpr AttentionKernel pairs = TileAttention<BFloat16Cells>::kernel();
+  if (cell_format == kCellsBFloat16 && query_dtype == kBFloat16) return &pairs;
+#else
+  static_cast<void>(query_dtype);
+#endif
+  switch (cell_format) {
+    case kCellsFloat32: return &float32;
+    case kCellsFloat16: return &float16;
+    case kCellsBFloat16: return &bfloat16;
+    default: return nullptr;
+  }
+}
+
+}  // namespace vllm_cpu::VLLM_ISA

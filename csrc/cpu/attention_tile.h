@@ -1,0 +1,441 @@
+// Attention of one tile of rows over paged keys and values, written once for every cell
+// format: tiles of 64 states are unpacked to scratch, multiplied in registers, and
+// folded into a running softmax (fp32). A format supplies `Cells`:
+//
+//   using Units;                          the multiply-accumulate lanes it unpacks to
+//   explicit Cells(const AttentionArgs&);
+//   U load_key(cell, elem, count)         kLanes units from element `elem`, 0 past count
+//   U load_value(cell, elem, count)
+//   int key_bytes, value_offset, value_bytes;   what to prefetch of a cell
+//   static constexpr bool kStateScales;   whether scores and probabilities are scaled:
+//   float key_scale(cell), value_scale(cell);   per state
+#pragma once
+
+#include "product.h"
+#include "work.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+constexpr float kLowestMax = -1e30f;  // of a row that has seen no key yet; finite
+constexpr int kPrefetchTiles = 2;
+constexpr int kCacheLine = 64;
+
+// The softmax of a run of keys: sum of e^(score - max) and of its products with V.
+struct SoftmaxState {
+  float* acc;  // [rows, acc_row]
+  float* max;  // [kMaxRows rounded up]
+  float* sum;
+};
+
+constexpr int kRowSlots = (kMaxRows + 15) / 16 * 16;
+
+VLLM_INLINE int64_t acc_row_floats(const AttentionArgs& a) {
+  return round_up(a.out.size, 2 * kLanes);
+}
+
+VLLM_INLINE int64_t state_floats(const AttentionArgs& a, int64_t rows) {
+  return rows * acc_row_floats(a) + 2 * kRowSlots;
+}
+
+VLLM_INLINE SoftmaxState state_at(const AttentionArgs& a, int64_t rows, float* base) {
+  float* const max = base + rows * acc_row_floats(a);
+  return {base, max, max + kRowSlots};
+}
+
+template <class Cells>
+class TileAttention {
+  using Units = typename Cells::Units;
+  static constexpr int kElems = Units::kElems;
+
+ public:
+  static int64_t partial_floats(const AttentionArgs& a, int rows) {
+    return state_floats(a, rows);
+  }
+
+  static int64_t scratch_bytes(const AttentionArgs& a) {
+    const int64_t key_row = key_row_units(a);
+    const int64_t floats = kMaxRows * (key_row + 2 * kTileStates) +
+                           kTileStates * (key_row + acc_row_floats(a)) +
+                           2 * state_floats(a, kMaxRows) + 8 * kRowSlots +
+                           2 * kTileStates;
+    return floats * 4;
+  }
+
+  static void attend(const AttentionArgs& a, const WorkItem& w, void* scratch) {
+    TileAttention tile(a, w, static_cast<float*>(scratch));
+    tile.load_queries();
+    tile.reset(tile.total_);
+    for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
+      if (w.partials != nullptr) {
+        tile.running_ = tile.partial(chunk);
+        tile.run_chunk(chunk);
+      } else {
+        tile.run_chunk(chunk);
+        tile.fold(tile.total_, tile.running_);
+      }
+    }
+    if (w.partials == nullptr) tile.write_rows();
+  }
+
+  static void merge(const AttentionArgs& a, const WorkItem& w, void* scratch) {
+    TileAttention tile(a, w, static_cast<float*>(scratch));
+    tile.reset(tile.total_);
+    for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
+      tile.fold(tile.total_, tile.partial(chunk));
+    }
+    tile.write_rows();
+  }
+
+  static constexpr AttentionKernel kernel() {
+    return {scratch_bytes, partial_floats, attend, merge};
+  }
+
+ private:
+  static int64_t key_row_units(const AttentionArgs& a) {
+    return round_up((a.query.size + kElems - 1) / kElems, kLanes);
+  }
+
+  TileAttention(const AttentionArgs& a, const WorkItem& w, float* scratch)
+      : a_(a),
+        w_(w),
+        cells_(a),
+        rows_(w.row_end - w.row_begin),
+        group_(a.num_query_heads / a.pages.num_heads),
+        key_units_((a.query.size + kElems - 1) / kElems),
+        key_row_(key_row_units(a)),
+        acc_row_(acc_row_floats(a)) {
+    const auto carve = [&scratch](int64_t floats) {
+      float* const p = scratch;
+      scratch += round_up(floats, 16);
+      return p;
+    };
+    const auto units = [&](int64_t n) { return reinterpret_cast<uint32_t*>(carve(n)); };
+    queries_ = units(rows_ * key_row_);
+    keys_ = units(kTileStates * key_row_);
+    values_ = units(kTileStates / kElems * acc_row_);
+    probabilities_ = units(rows_ * (kTileStates / kElems));
+    scores_ = carve(rows_ * kTileStates);
+    rescale_ = carve(kRowSlots);
+    weight_ = carve(kRowSlots);
+    key_scales_ = carve(kTileStates);
+    value_scales_ = carve(kTileStates);
+    total_ = state_at(a, rows_, carve(state_floats(a, rows_)));
+    running_ = state_at(a, rows_, carve(state_floats(a, rows_)));
+    find_key_ranges();
+  }
+
+  SoftmaxState partial(int chunk) const {
+    const int64_t index = chunk - w_.chunk_begin;
+    return state_at(a_, rows_, w_.partials + index * state_floats(a_, rows_));
+  }
+
+  int64_t token_of(int row) const {
+    return a_.query_start_loc[w_.request] + (w_.row_begin + row) / group_;
+  }
+  int64_t head_of(int row) const {
+    return static_cast<int64_t>(w_.kv_head) * group_ + (w_.row_begin + row) % group_;
+  }
+
+  void find_key_ranges() {
+    const int64_t seq_len = a_.seq_lens[w_.request];
+    const int64_t past = seq_len - a_.query_start_loc[w_.request + 1];
+    for (int row = 0; row < rows_; ++row) {
+      const KeyRange range = key_range(a_, seq_len, past + token_of(row));
+      row_begin_[row] = static_cast<int32_t>(range.begin);
+      row_end_[row] = static_cast<int32_t>(range.end);
+    }
+    // Ranges move forward with the row.
+    first_ = key_range(a_, seq_len, past + token_of(0)).begin;
+    last_ = key_range(a_, seq_len, past + token_of(rows_ - 1)).end;
+  }
+
+  void load_queries() {
+    for (int row = 0; row < rows_; ++row) {
+      const int64_t from = token_of(row) * a_.query.token_stride +
+                           head_of(row) * a_.query.head_stride;
+      Units::load_query(queries_ + row * key_row_, a_.query, from, key_row_);
+    }
+  }
+
+  void reset(const SoftmaxState& s) const {
+    for (int i = 0; i < kRowSlots; ++i) {
+      s.max[i] = kLowestMax;
+      s.sum[i] = 0.f;
+    }
+    const F zero = set1(0.f);
+    for (int64_t i = 0; i < rows_ * acc_row_; i += kLanes) store(s.acc + i, zero);
+  }
+
+  void run_chunk(int chunk) {
+    reset(running_);
+    const int64_t chunk_begin = static_cast<int64_t>(chunk) * kChunkStates;
+    const int64_t begin = larger(chunk_begin, first_ / kTileStates * kTileStates);
+    const int64_t end = smaller(chunk_begin + kChunkStates, last_);
+    for (int64_t tile = begin; tile < end; tile += kTileStates) run_tile(tile);
+  }
+
+  // Cells of the states from `tile` on. Slots before the first key any row sees or past
+  // the last repeat the nearest such key: their pages may be freed or unwritten.
+  void locate(int64_t tile, const uint8_t** cells) const {
+    const Pages& pages = a_.pages;
+    const uint8_t* const head = pages.data + w_.kv_head * pages.head_stride;
+    const int32_t* const table = a_.block_table + w_.request * a_.block_table_stride;
+    const int64_t begin = larger(tile, first_);
+    int64_t block = begin / pages.block_size;
+    int64_t in_block = begin % pages.block_size;
+    int slot = static_cast<int>(begin - tile);
+    const int end = static_cast<int>(smaller(kTileStates, last_ - tile));
+    const int leading = slot;
+    while (slot < end) {
+      const uint8_t* cell = head + table[block] * pages.block_stride +
+                            in_block * pages.state_stride;
+      const int stop = static_cast<int>(smaller(end, slot + pages.block_size - in_block));
+      for (; slot < stop; ++slot, cell += pages.state_stride) cells[slot] = cell;
+      in_block = 0;
+      ++block;
+    }
+    for (int i = 0; i < leading; ++i) cells[i] = cells[leading];
+    for (int i = end; i < kTileStates; ++i) cells[i] = cells[end - 1];
+  }
+
+  void run_tile(int64_t tile) {
+    const int states = static_cast<int>(smaller(kTileStates, last_ - tile));
+    const int vectors = (states + kLanes - 1) / kLanes;
+    const int64_t ahead = tile + kPrefetchTiles * kTileStates;
+    locate(tile, cells_here_);
+    prefetching_ = ahead < last_;
+    if (prefetching_) locate(ahead, cells_ahead_);
+
+    for (int strip = 0; strip < vectors; ++strip) unpack_keys(strip);
+    ProductArgs scores{};
+    scores.c = scores_;
+    scores.c_row = kTileStates;
+    scores.a = queries_;
+    scores.a_row = key_row_;
+    scores.b = keys_;
+    scores.b_step = kLanes;
+    scores.b_vector = key_row_ * kLanes;
+    scores.steps = key_units_;
+    product<Units>(scores, rows_, vectors);
+
+    softmax(tile, vectors);
+
+    const int groups = (states + kElems - 1) / kElems;
+    for (int group = 0; group < groups; ++group) unpack_values(group);
+    ProductArgs sums{};
+    sums.c = running_.acc;
+    sums.c_row = acc_row_;
+    sums.a = probabilities_;
+    sums.a_row = kTileStates / kElems;
+    sums.b = values_;
+    sums.b_step = acc_row_;
+    sums.b_vector = kLanes;
+    sums.steps = groups;
+    sums.rescale = rescale_;
+    product<Units>(sums, rows_, (a_.out.size + kLanes - 1) / kLanes);
+  }
+
+  void prefetch(int first_state, int num_states, int begin, int end) const {
+    if (!prefetching_) return;
+    for (int state = first_state; state < first_state + num_states; ++state) {
+      for (int byte = begin; byte < end; byte += kCacheLine) {
+        __builtin_prefetch(cells_ahead_[state] + byte, 0, 2);
+      }
+    }
+  }
+
+  // kLanes states, transposed: one register per unit of the head, one lane per state.
+  void unpack_keys(int strip) {
+    const uint8_t* const* const cells = cells_here_ + strip * kLanes;
+    uint32_t* const to = keys_ + strip * key_row_ * kLanes;
+    int fetched = 0;
+    for (int unit = 0; unit < key_units_; unit += kLanes) {
+      const int elem = unit * kElems;
+      U r[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        r[i] = cells_.load_key(cells[i], elem, a_.query.size - elem);
+      }
+      transpose(r);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) u_store(to + (unit + i) * kLanes, r[i]);
+      if (fetched < cells_.key_bytes) {
+        prefetch(strip * kLanes, kLanes, fetched, fetched + kCacheLine);
+        fetched += kCacheLine;
+      }
+    }
+  }
+
+  // kElems states, interleaved: one unit per element of the head.
+  void unpack_values(int group) {
+    const uint8_t* const* const cells = cells_here_ + group * kElems;
+    uint32_t* const to = values_ + group * acc_row_;
+    for (int elem = 0; elem < a_.out.size; elem += kElems * kLanes) {
+      U r[kElems];
+#pragma GCC unroll 4
+      for (int i = 0; i < kElems; ++i) {
+        r[i] = cells_.load_value(cells[i], elem, a_.out.size - elem);
+      }
+      Units::interleave(r);
+#pragma GCC unroll 4
+      for (int i = 0; i < kElems; ++i) u_store(to + elem + i * kLanes, r[i]);
+    }
+    prefetch(group * kElems, kElems, cells_.value_offset,
+             cells_.value_offset + cells_.value_bytes);
+  }
+
+  void softmax(int64_t tile, int vectors) {
+    if constexpr (Cells::kStateScales) {
+      for (int i = 0; i < vectors * kLanes; ++i) {
+        key_scales_[i] = cells_.key_scale(cells_here_[i]);
+        value_scales_[i] = cells_.value_scale(cells_here_[i]);
+      }
+    }
+    for (int row = 0; row < rows_; ++row) weight_[row] = mask_scores(tile, row, vectors);
+    for (int row = 0; row < rows_; row += kLanes) {
+      const F before = load(running_.max + row);
+      const F now = max(before, load(weight_ + row));
+      store(rescale_ + row, exp(sub(before, now)));
+      store(running_.max + row, now);
+    }
+    for (int row = 0; row < rows_; ++row) {
+      const float sum = exponentiate(row, vectors);
+      running_.sum[row] = running_.sum[row] * rescale_[row] + sum;
+    }
+  }
+
+  // Scales, caps and masks a row's scores; returns their maximum.
+  float mask_scores(int64_t tile, int row, int vectors) {
+    const int64_t lo = row_begin_[row] - tile;
+    const int64_t hi = row_end_[row] - tile;
+    const bool partial = lo > 0 || hi < vectors * kLanes;
+    const bool capped = a_.soft_cap > 0.f;
+    const F scale = set1(capped ? a_.scale / a_.soft_cap : a_.scale);
+    F largest = set1(kLowestMax);
+    for (int v = 0; v < vectors; ++v) {
+      float* const p = scores_ + row * kTileStates + v * kLanes;
+      F x = mul(load(p), scale);
+      if constexpr (Cells::kStateScales) x = mul(x, load(key_scales_ + v * kLanes));
+      if (capped) x = mul(tanh(x), set1(a_.soft_cap));
+      if (partial) {
+        x = keep_range(x, static_cast<int>(larger(lo - v * kLanes, 0)),
+                       static_cast<int>(larger(hi - v * kLanes, 0)));
+      }
+      store(p, x);
+      largest = max(largest, x);
+    }
+    return reduce_max(largest);
+  }
+
+  // Leaves e^(score - max) as the row's probabilities; returns their sum.
+  float exponentiate(int row, int vectors) {
+    const F top = set1(running_.max[row]);
+    F sum = set1(0.f);
+    for (int v = 0; v < vectors; ++v) {
+      F p = exp(sub(load(scores_ + row * kTileStates + v * kLanes), top));
+      sum = add(sum, p);
+      if constexpr (Cells::kStateScales) p = mul(p, load(value_scales_ + v * kLanes));
+      Units::store_probabilities(
+          probabilities_ + (row * kTileStates + v * kLanes) / kElems, p);
+    }
+    return reduce_add(sum);
+  }
+
+  void fold(const SoftmaxState& into, const SoftmaxState& from) {
+    for (int row = 0; row < rows_; row += kLanes) {
+      const F a = load(into.max + row);
+      const F b = load(from.max + row);
+      const F top = max(a, b);
+      const F keep = exp(sub(a, top));
+      const F take = exp(sub(b, top));
+      store(rescale_ + row, keep);
+      store(weight_ + row, take);
+      store(into.max + row, top);
+      store(into.sum + row,
+            fma(load(into.sum + row), keep, mul(load(from.sum + row), take)));
+    }
+    for (int row = 0; row < rows_; ++row) {
+      const F keep = set1(rescale_[row]);
+      const F take = set1(weight_[row]);
+      float* const a = into.acc + row * acc_row_;
+      const float* const b = from.acc + row * acc_row_;
+      for (int d = 0; d < a_.out.size; d += kLanes) {
+        store(a + d, fma(load(a + d), keep, mul(load(b + d), take)));
+      }
+    }
+  }
+
+  // Rows that attend to nothing become 0.
+  void write_rows() {
+    add_sinks();
+    for (int row = 0; row < rows_; ++row) {
+      const float sum = total_.sum[row];
+      const F factor = set1(sum == 0.f ? 0.f : a_.v_scale / sum);
+      const float* const from = total_.acc + row * acc_row_;
+      const int64_t to = token_of(row) * a_.out.token_stride +
+                         head_of(row) * a_.out.head_stride;
+      switch (a_.out.dtype) {
+        case kFloat32: write_row<kFloat32>(to, from, factor); break;
+        case kFloat16: write_row<kFloat16>(to, from, factor); break;
+        default: write_row<kBFloat16>(to, from, factor); break;
+      }
+    }
+  }
+
+  template <int kDType>
+  void write_row(int64_t to, const float* from, F factor) const {
+    uint8_t* const out = static_cast<uint8_t*>(a_.out.data) + to * dtype_bytes(kDType);
+    for (int d = 0; d < a_.out.size; d += kLanes) {
+      store_from_float<kDType>(out + d * dtype_bytes(kDType), mul(load(from + d), factor),
+                               a_.out.size - d);
+    }
+  }
+
+  // A sink is one more logit that takes probability and gives no value.
+  void add_sinks() {
+    if (a_.sinks == nullptr) return;
+    for (int row = 0; row < rows_; ++row) weight_[row] = a_.sinks[head_of(row)];
+    for (int row = 0; row < rows_; row += kLanes) {
+      const F before = load(total_.max + row);
+      const F sink = load(weight_ + row);
+      const F top = max(before, sink);
+      const F keep = exp(sub(before, top));
+      store(rescale_ + row, keep);
+      store(total_.sum + row, fma(load(total_.sum + row), keep, exp(sub(sink, top))));
+    }
+    for (int row = 0; row < rows_; ++row) {
+      const F keep = set1(rescale_[row]);
+      float* const acc = total_.acc + row * acc_row_;
+      for (int d = 0; d < a_.out.size; d += kLanes) store(acc + d, mul(load(acc + d), keep));
+    }
+  }
+
+  const AttentionArgs& a_;
+  const WorkItem& w_;
+  const Cells cells_;
+  const int rows_;
+  const int group_;          // query heads per KV head
+  const int key_units_;
+  const int64_t key_row_;    // key_units_, rounded up to whole registers
+  const int64_t acc_row_;
+  uint32_t* queries_;        // [rows, key_row]
+  uint32_t* keys_;           // [strips, key_row, kLanes]
+  uint32_t* values_;         // [kTileStates / kElems, acc_row]
+  uint32_t* probabilities_;  // [rows, kTileStates / kElems]
+  float* scores_;            // [rows, kTileStates]
+  float* rescale_;
+  float* weight_;
+  float* key_scales_;
+  float* value_scales_;
+  SoftmaxState total_;
+  SoftmaxState running_;
+  int64_t first_;            // keys that any row sees
+  int64_t last_;
+  bool prefetching_ = false;
+  int32_t row_begin_[kMaxRows];
+  int32_t row_end_[kMaxRows];
+  const uint8_t* cells_here_[kTileStates];
+  const uint8_t* cells_ahead_[kTileStates];
+};
+
+}  // namespace vllm_cpu::VLLM_ISA

@@ -1,0 +1,13 @@
+// What the translation units of one instruction set give to its table.
+#pragma once
+
+#include "simd.h"
+#include "work.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+const AttentionKernel* dense_attention(int32_t cell_format, int32_t query_dtype);
+int32_t store_cells(const StoreArgs& args);
+double read_bytes(const void* data, int64_t num_bytes);
+
+}  // namespace vllm_cpu::VLLM_ISA

@@ -1,0 +1,97 @@
+// Small matrix products in registers: C[rows, vectors] (+)= A[rows, steps] B[steps, vectors].
+//
+// A holds units row by row, B one register of units per (step, vector). Each element of
+// C is summed over the steps in order, whatever the blocking: rows never influence one
+// another's rounding.
+#pragma once
+
+#include "units.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+struct ProductArgs {
+  float* c;
+  int64_t c_row;         // floats from row to row
+  const uint32_t* a;
+  int64_t a_row;         // units from row to row
+  const uint32_t* b;
+  int64_t b_step;        // units from step to step
+  int64_t b_vector;      // units from vector to vector
+  int steps;
+  const float* rescale;  // null: overwrite C; else C = C * rescale[row] + A B
+};
+
+template <class Units, int kRows, int kVectors>
+static void product_block(const ProductArgs& p) {
+  F acc[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      acc[r][v] = p.rescale == nullptr
+                      ? set1(0.f)
+                      : mul(load(p.c + r * p.c_row + v * kLanes), set1(p.rescale[r]));
+    }
+  }
+  const uint32_t* a = p.a;
+  const uint32_t* b = p.b;
+  for (int step = 0; step < p.steps; ++step, ++a, b += p.b_step) {
+    U column[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) column[v] = u_load(b + v * p.b_vector);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const U unit = u_set1(a[r * p.a_row]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        acc[r][v] = Units::dot(acc[r][v], column[v], unit);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) store(p.c + r * p.c_row + v * kLanes, acc[r][v]);
+  }
+}
+
+template <class Units, int kVectors, int kRows = kBlockRows>
+static void product_rows(const ProductArgs& p, int rows) {
+  if constexpr (kRows == 0) {
+    return;
+  } else if (rows == kRows) {
+    product_block<Units, kRows, kVectors>(p);
+  } else {
+    product_rows<Units, kVectors, kRows - 1>(p, rows);
+  }
+}
+
+template <class Units, int kVectors = kBlockVectors>
+static void product_vectors(const ProductArgs& p, int rows, int vectors) {
+  if constexpr (kVectors == 0) {
+    return;
+  } else if (vectors == kVectors) {
+    product_rows<Units, kVectors>(p, rows);
+  } else {
+    product_vectors<Units, kVectors - 1>(p, rows, vectors);
+  }
+}
+
+template <class Units>
+static void product(const ProductArgs& whole, int rows, int vectors) {
+  const int row_blocks = (rows + kBlockRows - 1) / kBlockRows;
+  for (int v = 0; v < vectors; v += kBlockVectors) {
+    for (int block = 0; block < row_blocks; ++block) {
+      const int begin = rows * block / row_blocks;  // blocks of nearly equal height
+      const int end = rows * (block + 1) / row_blocks;
+      ProductArgs p = whole;
+      p.a += begin * p.a_row;
+      p.b += v * p.b_vector;
+      p.c += begin * p.c_row + v * kLanes;
+      if (p.rescale != nullptr) p.rescale += begin;
+      product_vectors<Units>(p, end - begin, static_cast<int>(smaller(vectors - v, kBlockVectors)));
+    }
+  }
+}
+
+}  // namespace vllm_cpu::VLLM_ISA

@@ -1,0 +1,82 @@
+// Picks the vector primitives of the instruction set this file is compiled for.
+//
+// Every simd_*.h offers the same names: `F` is a register of kLanes floats, `U` one of
+// kLanes 32-bit units. A unit is what one multiply-accumulate lane eats: one float or
+// two bf16. Everything lives in a namespace of its own per instruction set, so that the
+// linker never mixes code compiled with different flags. No standard headers with
+// inline functions are used below this line for the same reason.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__AVX512BF16__)
+#define VLLM_ISA avx512
+#elif defined(__AVX2__)
+#define VLLM_ISA avx2
+#else
+#define VLLM_ISA generic
+#endif
+
+#define VLLM_INLINE static inline __attribute__((always_inline))
+
+namespace vllm_cpu::VLLM_ISA {
+
+VLLM_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+VLLM_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+VLLM_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+}  // namespace vllm_cpu::VLLM_ISA
+
+#if defined(__AVX512BF16__)
+#include "simd_avx512.h"
+#elif defined(__AVX2__)
+#include "simd_avx2.h"
+#else
+#include "simd_generic.h"
+#endif
+
+namespace vllm_cpu::VLLM_ISA {
+
+// e^x for x <= 88; relative error below 3e-7, exactly 1 at 0 and 0 below -87 (which
+// spares the softmax every subnormal). max and min return their second operand when one
+// is NaN, so NaN passes through.
+VLLM_INLINE F exp(F x) {
+  const F lowest = set1(-87.f);
+  const F t = mul(max(lowest, x), set1(1.44269504088896341f));
+  const F n = round(t);
+  const F f = sub(t, n);
+  F p = set1(1.54035304e-4f);
+  p = fma(p, f, set1(1.33335581e-3f));
+  p = fma(p, f, set1(9.61812911e-3f));
+  p = fma(p, f, set1(5.55041087e-2f));
+  p = fma(p, f, set1(2.40226507e-1f));
+  p = fma(p, f, set1(6.93147181e-1f));
+  p = fma(p, f, set1(1.f));
+  return zero_below(scale_pow2(p, n), x, lowest);
+}
+
+// tanh(x) = 1 - 2 / (e^2x + 1), saturating before e^2x overflows.
+VLLM_INLINE F tanh(F x) {
+  const F clipped = max(set1(-20.f), min(set1(20.f), x));
+  const F e = exp(add(clipped, clipped));
+  return sub(set1(1.f), div(set1(2.f), add(e, set1(1.f))));
+}
+
+// `count` (at most kLanes) elements of one type as floats; the rest of the lanes are 0.
+template <int kDType>
+VLLM_INLINE F load_as_float(const void* p, int count = kLanes) {
+  if constexpr (kDType == 0) return load_f32(p, count);
+  if constexpr (kDType == 1) return load_f16(p, count);
+  if constexpr (kDType == 2) return load_bf16(p, count);
+}
+
+template <int kDType>
+VLLM_INLINE void store_from_float(void* p, F x, int count = kLanes) {
+  if constexpr (kDType == 0) store_f32(p, x, count);
+  if constexpr (kDType == 1) store_f16(p, x, count);
+  if constexpr (kDType == 2) store_bf16(p, x, count);
+}
+
+constexpr int dtype_bytes(int dtype) { return dtype == 0 ? 4 : 2; }
+
+}  // namespace vllm_cpu::VLLM_ISA

