@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from vllm.logger import init_logger
+from vllm.platforms import block_size
 from vllm.platforms.kv_checks import check_kv_cache_config
 from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
@@ -212,6 +213,51 @@ class Platform:
     @classmethod
     def register_custom_kv_cache_specs(cls, vllm_config: VllmConfig) -> None:
         """Called once before planning; plugins register their spec classes here."""
+
+    # --- page sizes -------------------------------------------------------------
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        """Settles block and page sizes in `cache_config`, from every loaded layer."""
+        if vllm_config.model_config is None:
+            return
+        layers = block_size.attention_layers(vllm_config)
+        block_size.choose_block_size(vllm_config, layers)
+        block_size.share_page_with_states(vllm_config, layers)
+        block_size.share_page_between_formats(vllm_config, layers)
+        vllm_config.cache_config._block_size_resolved = True
+
+    @classmethod
+    def per_token_page_bytes(
+        cls,
+        vllm_config: VllmConfig,
+        backend_cls: Any,
+        dtype: torch.dtype | None = None,
+        cache_dtype: str | None = None,
+    ) -> int:
+        """Bytes that one token of a plain layer takes, as its backend publishes them.
+
+        `dtype` of the model and `cache_dtype` default to the configured ones.
+        """
+        return block_size.plain_layer(
+            vllm_config, backend_cls, dtype, cache_dtype
+        ).bytes_per_token
+
+    @classmethod
+    def _align_hybrid_block_size(
+        cls, vllm_config: VllmConfig, backend_cls: Any
+    ) -> None:
+        """Makes attention pages hold the recurrent state; see `page_planning`."""
+        layers = block_size.attention_layers(vllm_config, backend_cls)
+        block_size.share_page_with_states(vllm_config, layers)
+
+    @classmethod
+    def _align_heterogeneous_kv_block_size(
+        cls, vllm_config: VllmConfig, backend_cls: Any
+    ) -> None:
+        """Makes layers of unlike KV cache dtypes share a page; see `page_planning`."""
+        layers = block_size.attention_layers(vllm_config, backend_cls)
+        block_size.share_page_between_formats(vllm_config, layers)
 
     # --- attention backends -----------------------------------------------------
 

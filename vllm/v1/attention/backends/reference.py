@@ -54,8 +54,9 @@ class ReferenceAttentionBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        mine = spec.kv_quant_mode.is_quantized and not spec.is_packed
-        return spec.packed(by_mode(spec.kv_quant_mode)) if mine else spec
+        mode = spec.kv_quant_mode
+        mine = mode.is_per_token_head or mode.is_nvfp4 or mode.is_turboquant
+        return spec.packed(by_mode(mode)) if mine and not spec.is_packed else spec
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: CacheDType | None) -> bool:
