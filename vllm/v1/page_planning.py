@@ -115,8 +115,8 @@ def largest_kernel_block_within(
     """The kernel block, in tokens, that a layer with its own block size should take.
 
     `sizes` is what the backend supports; plain sizes count before multiples, which
-    count as their base. The largest size whose page fits `budget` bytes, the smallest if none
-    does or there is no budget, `fallback` without any size.
+    count as their base. The largest size whose page fits `budget` bytes, the smallest
+    if none does or there is no budget, `fallback` without any size.
     """
     candidates = [s for s in sizes if isinstance(s, int)] or list(map(_base, sizes))
     if not candidates:
