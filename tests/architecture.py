@@ -41,6 +41,7 @@ LAYERS = {
     "vllm.platforms": 4,
     "vllm.distributed.parallel_state": 4,
     "vllm.v1.attention": 5,
+    "vllm.v1.attention.backends.registry": 2,  # a table of names
     "vllm.distributed": 6,
     "vllm.v1.core": 7,
     "vllm.v1.structured_output": 7,
@@ -69,7 +70,8 @@ SPEC_CLASS_READERS = (
     "vllm/v1/core/kv_cache_planning",
     "vllm/v1/core/kv_cache_grouping",
     "vllm/v1/core/kv_cache_capacity",
-    "vllm/v1/core/kv_cache_packed",
+    "vllm/v1/core/kv_cache_tensors",
+    "vllm/v1/core/kv_cache_unification",
     "vllm/v1/core/single_type_kv_cache_manager",
     "vllm/v1/core/managers/",
 )

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
+
+from typing_extensions import Self
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_spec_base import AttentionSpec, KVCacheSpec

@@ -6,7 +6,7 @@ is defined in the modules it re-exports.
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import Enum
 
 from vllm.v1.kv_cache_config import (
     KVCacheConfig,
@@ -82,7 +82,7 @@ def kv_cache_uses_per_token_head_scales(kv_cache_dtype: str) -> bool:
     return get_kv_quant_mode(kv_cache_dtype).is_per_token_head
 
 
-class KVCacheSpecKind(StrEnum):
+class KVCacheSpecKind(str, Enum):
     """What a group is, for events and backends."""
 
     FULL_ATTENTION = "full_attention"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+from typing_extensions import Self
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, SpecError

@@ -33,18 +33,26 @@ class KVCacheSpecMetadata:
 
     @property
     def manager_path(self) -> str:
-        """The manager as "module:Name"; equal for a class and its dotted name."""
+        """The manager as "module:Name", without importing it."""
         manager = self.manager_class
         if isinstance(manager, str):
             return manager
         return f"{manager.__module__}:{manager.__qualname__}"
+
+    def resolved_manager(self) -> type[Any]:
+        """The manager class, imported now where the row has its name only."""
+        manager = self.manager_class
+        return resolve(manager) if isinstance(manager, str) else manager
 
     def agrees_with(self, other: KVCacheSpecMetadata) -> bool:
         """True if both rows say the same."""
         return (
             self.kv_cache_spec_class is other.kv_cache_spec_class
             and self.uniform_type_base_spec is other.uniform_type_base_spec
-            and self.manager_path == other.manager_path
+            and (
+                self.manager_path == other.manager_path
+                or self.resolved_manager() is other.resolved_manager()
+            )
         )
 
 
@@ -113,10 +121,7 @@ class KVCacheSpecRegistry:
     ) -> type[Any] | None:
         """The manager of this spec, or None when nothing in its MRO is registered."""
         row = _find(kv_cache_spec)
-        if row is None:
-            return None
-        manager = row.manager_class
-        return resolve(manager) if isinstance(manager, str) else manager
+        return None if row is None else row.resolved_manager()
 
     @classmethod
     def get_manager_path(
