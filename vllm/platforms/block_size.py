@@ -43,7 +43,7 @@ def attention_layers(
         if get_kv_cache_spec_kind(spec) is KVCacheSpecKind.MAMBA:
             continue
         fmt = by_name(layer.kv_cache_dtype).resolve(dtype)
-        backend = layer.attn_backend
+        backend = layer.get_attn_backend()
         pages.append(
             LayerPages(
                 layer_name=name,

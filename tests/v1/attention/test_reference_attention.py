@@ -169,9 +169,7 @@ def test_encoder_layers_attend_to_the_step_itself():
         batch.metadata(),
         torch.empty_like(query),
     )
-    torch.testing.assert_close(
-        output.double(), batch.expected(), rtol=2e-5, atol=2e-5
-    )
+    torch.testing.assert_close(output.double(), batch.expected(), rtol=2e-5, atol=2e-5)
 
 
 def test_a_profiling_run_needs_no_cache():

@@ -288,53 +288,39 @@ class AttentionBackend(ABC):
         use_adaptive_verification: bool = False,
     ) -> list[str]:
         """Every reason why this backend cannot serve such a layer; empty: it can."""
-        facts = [
+        facts = (
             (cls.supports_head_size(head_size), f"head size {head_size}"),
             (cls.supports_dtype(dtype), f"model dtype {_dtype_name(dtype)}"),
-            (
-                cls.supports_kv_cache_dtype(kv_cache_dtype),
-                f"KV cache dtype {kv_cache_dtype}",
-            ),
+            (cls.supports_kv_cache_dtype(kv_cache_dtype), f"KV cache {kv_cache_dtype}"),
             (cls.supports_block_size(block_size), f"block size {block_size}"),
             (cls.is_mla() == use_mla, f"{_yes(use_mla)} latent attention"),
             (cls.is_sparse() == use_sparse, f"{_yes(use_sparse)} sparse selection"),
-            (not has_sink or cls.supports_sink(), "attention sinks"),
-            (not use_mm_prefix or cls.supports_mm_prefix(), "bidirectional prefixes"),
-            (not use_non_causal or cls.supports_non_causal(), "non-causal attention"),
+            (cls.supports_attn_type(attn_type), f"attention type {_value(attn_type)}"),
+        )
+        wishes = (
+            (has_sink, cls.supports_sink(), "attention sinks"),
+            (use_mm_prefix, cls.supports_mm_prefix(), "bidirectional prefixes"),
+            (use_non_causal, cls.supports_non_causal(), "non-causal attention"),
             (
-                not use_per_head_quant_scales or cls.supports_per_head_quant_scales(),
+                use_per_head_quant_scales,
+                cls.supports_per_head_quant_scales(),
                 "scales per head",
             ),
-            (
-                not use_batch_invariant or cls.supports_batch_invariance(),
-                "batch invariance",
-            ),
-            (cls.supports_attn_type(attn_type), f"attention type {_value(attn_type)}"),
-            (not use_pcp, "prefill context parallelism"),
-            (
-                device_capability is None
-                or cls.supports_compute_capability(device_capability),
-                f"compute capability {device_capability}",
-            ),
-        ]
-        reasons = [f"{what} not supported" for holds, what in facts if not holds]
+            (use_batch_invariant, cls.supports_batch_invariance(), "batch invariance"),
+            (use_pcp, False, "prefill context parallelism"),
+        )
+        refused = [what for holds, what in facts if not holds]
+        refused += [what for wanted, served, what in wishes if wanted and not served]
+        capability = device_capability
+        if capability is not None and not cls.supports_compute_capability(capability):
+            refused.append(f"compute capability {capability.as_version_str()}")
+        reasons = [f"{what} not supported" for what in refused]
         reasons += _format_reasons(kv_cache_dtype, head_size, use_mla, reasons)
-        for reason in (
-            cls.supports_combination(
-                head_size,
-                dtype,
-                kv_cache_dtype,
-                block_size,
-                use_mla,
-                has_sink,
-                use_sparse,
-                device_capability,
-            ),
-            cls.unavailable_reason(),
-        ):
-            if reason:
-                reasons.append(reason)
-        return reasons
+        layer = (head_size, dtype, kv_cache_dtype, block_size)
+        combined = cls.supports_combination(
+            *layer, use_mla, has_sink, use_sparse, device_capability
+        )
+        return reasons + [r for r in (combined, cls.unavailable_reason()) if r]
 
 
 def checked_kv_cache_shape(

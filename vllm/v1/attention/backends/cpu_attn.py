@@ -107,8 +107,9 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
             cpu_kernels.store_dense(
                 kv_cache.view(torch.uint8),
                 slot_mapping,
-                key[:tokens].to(kv_cache.dtype),
-                value[:tokens].to(kv_cache.dtype),
+                key[:tokens],
+                value[:tokens],
+                kv_cache.dtype,
             )
 
     def forward(
@@ -123,7 +124,8 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if not self._kernels_can(query, kv_cache, attn_metadata):
+        per_request = attn_metadata and isinstance(attn_metadata.causal, torch.Tensor)
+        if attn_metadata is None or per_request or not self.uses_kernels:
             return super().forward(
                 layer,
                 query,
@@ -153,17 +155,3 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
             causal=attn_metadata.causal,
         )
         return output
-
-    def _kernels_can(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: PagedAttentionMetadata | None,
-    ) -> bool:
-        """A flag of causality per request, and mixed dtypes, take the torch path."""
-        return (
-            self.uses_kernels
-            and metadata is not None
-            and isinstance(metadata.causal, bool)
-            and query.dtype == kv_cache.dtype
-        )

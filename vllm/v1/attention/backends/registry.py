@@ -16,7 +16,6 @@ from vllm.utils.import_utils import resolve_qualname
 
 if TYPE_CHECKING:
     from vllm.config import AttentionConfig
-    from vllm.v1.attention.backend import AttentionBackend
 
 _BACKENDS = "vllm.v1.attention.backends"
 
@@ -53,8 +52,8 @@ class _BackendEnum(Enum):
             )
         return path if include_classname else path.rpartition(".")[0]
 
-    def get_class(self) -> type[AttentionBackend]:
-        """The backend class.
+    def get_class(self) -> type[Any]:
+        """The backend class, a subclass of AttentionBackend.
 
         Raises ValueError naming this member and the usable ones when the class's
         module is not part of this build.
