@@ -16,8 +16,8 @@ class SamplingMetadata:
     them; a top_k of the vocabulary's size is off. Penalties are float32 [R].
     `prompt_token_ids` int64 [R, P] is padded with the vocabulary's size.
     `output_token_ids` are the requests' live lists. `allowed_token_ids_mask` bool
-    [R, V] is True where a token is forbidden. `max_num_logprobs` None asks for none, and
-    the vocabulary's size for all.
+    [R, V] is True where a token is forbidden. `max_num_logprobs` is None for no
+    logprobs, the vocabulary's size for all.
     """
 
     temperature: torch.Tensor | None

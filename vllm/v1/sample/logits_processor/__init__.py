@@ -1,4 +1,4 @@
-"""Logits processors: the interface for plugins, the built-in ones, and how they load."""
+"""Logits processors: the interface for plugins, the built-in ones, how they load."""
 
 import inspect
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def _checked_class(found: object, origin: str) -> type[LogitsProcessor]:
 
 
 def _installed_logitsprocs() -> list[type[LogitsProcessor]]:
-    """Classes of the entry-point group; one that fails to load is logged and skipped."""
+    """Classes of the entry-point group; a failing one is logged and skipped."""
     allowed = envs.VLLM_PLUGINS
     classes = []
     for entry in entry_points(group=LOGITSPROCS_GROUP):

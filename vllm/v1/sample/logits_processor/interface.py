@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MoveDirectionality(Enum):
-    """Whether the request at the first row moves to the second, or both change places."""
+    """Whether the request at the first row moves to the second, or both trade places."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
@@ -60,7 +60,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Edits `logits` float32 [R, V], in place if it likes, and returns the result."""
+        """Edits `logits` float32 [R, V], perhaps in place, and returns the result."""
         raise NotImplementedError
 
     @abstractmethod

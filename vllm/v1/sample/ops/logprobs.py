@@ -38,7 +38,7 @@ def replace_logprob_tokens(
     logprobs: torch.Tensor,
     wanted: dict[int, list[int]],
 ) -> LogprobsTensors:
-    """For rows in `wanted`, puts these tokens after column 0 instead of the most likely.
+    """Puts the tokens of `wanted` rows after column 0, instead of the most likely ones.
 
     Columns left over repeat column 0.
     """

@@ -40,8 +40,8 @@ def apply_all_penalties(
     """Penalises tokens in place; `logits` float32 [R, V] is contiguous.
 
     Repetition concerns tokens of prompt and output: a positive logit is divided by the
-    penalty, a negative one multiplied. Then output tokens lose the frequency penalty per
-    occurrence and the presence penalty once. Output ids outside the vocabulary are
+    penalty, a negative one multiplied. Then output tokens lose the frequency penalty
+    per occurrence and the presence penalty once. Output ids outside the vocabulary are
     placeholders and are skipped.
     """
     vocab_size = logits.shape[1]

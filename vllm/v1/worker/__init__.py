@@ -1,0 +1,1 @@
+"""One device: batches, caches as views, the model runner."""
