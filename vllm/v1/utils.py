@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
 import torch
 
 T = TypeVar("T")
@@ -59,3 +60,37 @@ def tensor_data(tensor: torch.Tensor) -> memoryview:
     host."""
     flat = tensor.flatten().contiguous().cpu()
     return flat.view(torch.uint8).numpy().data
+
+
+class CpuGpuBuffer:
+    """A zeroed buffer on the host (`cpu`, and `np` over the same memory) with a twin on
+    the device (`gpu`): the same tensor where the device is the CPU."""
+
+    def __init__(
+        self,
+        *size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pin_memory: bool = False,
+        with_numpy: bool = True,
+    ) -> None:
+        self.cpu = torch.zeros(*size, dtype=dtype, device="cpu", pin_memory=pin_memory)
+        is_host = torch.device(device).type == "cpu"
+        self.gpu = self.cpu if is_host else torch.zeros_like(self.cpu, device=device)
+        self.np: np.ndarray
+        if with_numpy:
+            self.np = self.cpu.numpy()
+
+    def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
+        """The first `n` rows (all by default) on the device, as on the host now."""
+        source, target = self.cpu[:n], self.gpu[:n]
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source, non_blocking=True)
+        return target
+
+    def copy_to_cpu(self, n: int | None = None) -> torch.Tensor:
+        """The first `n` rows on the host, as on the device; the caller synchronises."""
+        source, target = self.gpu[:n], self.cpu[:n]
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source, non_blocking=True)
+        return target
