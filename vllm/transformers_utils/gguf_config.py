@@ -12,7 +12,6 @@ from vllm.transformers_utils.gguf import GGUFFile
 # GGUF architecture -> (HF model_type, HF architecture)
 GGUF_ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
-    "mistral": ("mistral", "MistralForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
 }

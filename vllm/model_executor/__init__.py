@@ -1,0 +1,1 @@
+"""Models: layers, the decoders made of them, and what loads their weights."""

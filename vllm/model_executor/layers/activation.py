@@ -1,0 +1,49 @@
+"""Activations of gated MLPs."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class SiluAndMul(nn.Module):
+    """[..., 2 * d] -> [..., d]: silu of the first half times the second half."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        return F.silu(x[..., :half]).mul_(x[..., half:])
+
+
+class GeluAndMul(nn.Module):
+    """[..., 2 * d] -> [..., d]: gelu of the first half times the second half.
+
+    `approximate` is "none" or "tanh".
+    """
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        return F.gelu(x[..., :half], approximate=self.approximate).mul_(x[..., half:])
+
+
+# Hugging Face's `hidden_act` -> the gated activation
+_GATED = {
+    "silu": SiluAndMul,
+    "swish": SiluAndMul,
+    "gelu": GeluAndMul,
+    "gelu_pytorch_tanh": lambda: GeluAndMul("tanh"),
+    "gelu_new": lambda: GeluAndMul("tanh"),
+}
+
+
+def get_act_and_mul_fn(act_fn_name: str) -> nn.Module:
+    """The gated activation for a `hidden_act`; ValueError lists the known names."""
+    name = act_fn_name.lower()
+    if name not in _GATED:
+        raise ValueError(
+            f"activation {act_fn_name!r} is not supported: expected one of "
+            f"{', '.join(_GATED)}"
+        )
+    return _GATED[name]()

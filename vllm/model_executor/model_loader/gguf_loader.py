@@ -1,0 +1,118 @@
+"""Reads the weights of a GGUF file, dequantised to the model's dtype.
+
+Knows llama.cpp's tensor names and its row order for rotated projections; the block
+formats are decoded by the gguf package.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm.config import ModelConfig
+from vllm.model_executor.model_loader.base import BaseModelLoader
+from vllm.model_executor.models.utils import WeightInfo
+from vllm.transformers_utils.gguf import GGUFFile, GGUFTensor, open_gguf
+
+# Elements dequantised to float32 at once: 64 MiB.
+_CHUNK_ELEMENTS = 1 << 24
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_PER_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+# Rope factors belong to the config.
+_IGNORED = re.compile(r"rope_\w+\.weight|blk\.\d+\.(attn_rot_embd|rope_\w+)(\.weight)?")
+
+
+def hf_name(name: str) -> str | None:
+    """The Hugging Face name of a GGUF tensor; None to skip it, itself if unknown."""
+    if _IGNORED.fullmatch(name):
+        return None
+    layer = _LAYER_TENSOR.fullmatch(name)
+    if layer is not None and layer[2] in _PER_LAYER:
+        return f"model.layers.{layer[1]}.{_PER_LAYER[layer[2]]}.{layer[3]}"
+    stem, _, leaf = name.rpartition(".")
+    return f"{_TOP[stem]}.{leaf}" if stem in _TOP else name
+
+
+class GGUFCheckpoint:
+    """An opened file; `dtype` is what its tensors are dequantised to."""
+
+    def __init__(self, gguf: GGUFFile, config: Any, dtype: torch.dtype) -> None:
+        self._gguf = gguf
+        self._dtype = dtype
+        self._names = {
+            name: tensor
+            for raw, tensor in gguf.tensors.items()
+            if (name := hf_name(raw)) is not None
+        }
+        # llama.cpp stores these rows with rotated pairs side by side.
+        self._paired_heads: dict[str, int] = {}
+        if gguf.architecture == "llama":
+            self._paired_heads = {
+                "attn_q": config.num_attention_heads,
+                "attn_k": config.num_key_value_heads,
+            }
+
+    def infos(self) -> list[WeightInfo]:
+        return [
+            WeightInfo(name=name, shape=tensor.shape, file=self._gguf.path)
+            for name, tensor in self._names.items()
+        ]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._names.items():
+            yield name, self._dequantized(tensor)
+
+    def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
+        """The values in the model's dtype and shape, in Hugging Face's row order."""
+        num_rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+        columns = tensor.shape[-1]
+        out = torch.empty(num_rows, columns, dtype=self._dtype)
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        for start in range(0, num_rows, step):
+            rows = slice(start, min(start + step, num_rows))
+            values = self._gguf.dequantize(tensor, rows)
+            # A copy where the values are the mapped file itself, which is read-only.
+            writable = values if values.flags.writeable else values.copy()
+            out[rows].copy_(torch.from_numpy(writable))
+        out = out.view(tensor.shape)
+        heads = self._paired_heads.get(tensor.name.split(".")[-2])
+        return out if heads is None else unpaired_rows(out, heads)
+
+
+def unpaired_rows(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows 2i and 2i + 1 of each head go to i and i + D/2 (weights and biases)."""
+    halves = x.unflatten(0, (heads, -1, 2)).transpose(1, 2)
+    return halves.reshape(x.shape)
+
+
+class GGUFModelLoader(BaseModelLoader):
+    """One .gguf file."""
+
+    def open(self, model_config: ModelConfig) -> GGUFCheckpoint:
+        gguf = open_gguf(model_config.source.path)
+        if int(gguf.get("split.count", 1)) > 1:
+            raise ValueError(
+                f"GGUF file {gguf.path} is one of {gguf.get('split.count')} parts, "
+                "which is not supported: merge them with `llama-gguf-split --merge`"
+            )
+        return GGUFCheckpoint(gguf, model_config.hf_text_config, model_config.dtype)

@@ -1,0 +1,1 @@
+"""Models that can be served, one file per family, over one shared decoder."""
