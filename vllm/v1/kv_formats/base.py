@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -53,6 +53,8 @@ EXACT = Tolerance(key=0.0, value=0.0)
 class KVFormat(ABC):
     """One accepted cache-dtype name: table, encoding, tolerance.
 
+    `model_dtype` matters where "auto" is not resolved, and nowhere else.
+
     K is [T, heads, head_size] and V [T, heads, head_size_v], any float dtype. A latent
     (MLA) state has head_size_v == 0: V is None on the way in and [T, heads, 0] on the
     way out. Decoded values are a pure function of the stored bytes.
@@ -75,6 +77,8 @@ class KVFormat(ABC):
     latent_capable: ClassVar[bool] = True  # may hold a latent besides K and V
     opaque: ClassVar[bool] = False
     align: ClassVar[int] = 1
+    # Layers at each end of a model that this format leaves dense unless told otherwise.
+    default_dense_boundary_layers: ClassVar[int] = 0
     # Layers at each end of a model that stay dense unless the user says otherwise.
     default_dense_boundary_layers: ClassVar[int] = 0
     fits: ClassVar[str] = "any head size"
@@ -130,7 +134,7 @@ class KVFormat(ABC):
         """The format with a fixed storage type: "auto" becomes the model's dtype."""
         return self
 
-    def arranged(self, arrangement: str) -> Self:
+    def arranged(self, arrangement: str) -> "KVFormat":
         """The same format in another arrangement. ValueError lists those there are."""
         if arrangement not in self.arrangements:
             raise ValueError(
@@ -140,7 +144,10 @@ class KVFormat(ABC):
         return replace(self, arrangement=arrangement)
 
     def layout(
-        self, head_size: int, head_size_v: int, model_dtype: torch.dtype
+        self,
+        head_size: int,
+        head_size_v: int,
+        model_dtype: torch.dtype = torch.bfloat16,
     ) -> StateLayout:
         """The bound table. Raises ValueError for head sizes that do not fit."""
         return _layout(self, head_size, head_size_v, model_dtype)
@@ -150,7 +157,7 @@ class KVFormat(ABC):
         num_kv_heads: int,
         head_size: int,
         head_size_v: int,
-        model_dtype: torch.dtype,
+        model_dtype: torch.dtype = torch.bfloat16,
     ) -> Packing:
         """H and C of a layer with these heads."""
         layout = self.layout(head_size, head_size_v, model_dtype)
@@ -161,11 +168,18 @@ class KVFormat(ABC):
         num_kv_heads: int,
         head_size: int,
         head_size_v: int,
-        model_dtype: torch.dtype,
+        model_dtype: torch.dtype = torch.bfloat16,
     ) -> int:
         """Bytes that one token takes in one layer, without page padding."""
         packing = self.packing(num_kv_heads, head_size, head_size_v, model_dtype)
         return packing.head_slots * packing.state_bytes
+
+    def rows_arranged(self, model_dtype: torch.dtype) -> tuple[Field, ...]:
+        """The unbound table in this arrangement: "planes" parts K from V."""
+        rows = self.rows(model_dtype)
+        if self.arrangement != PLANES:
+            return rows
+        return tuple(replace(row, plane=int(row.of == "v")) for row in rows)
 
     def extent(self) -> Extent:
         """Which innermost axes of a page must be dense for this arrangement."""
@@ -273,8 +287,6 @@ def _layout(
     fmt: KVFormat, head_size: int, head_size_v: int, model_dtype: torch.dtype
 ) -> StateLayout:
     fmt.check_head_size(head_size, head_size_v)
-    rows = fmt.rows(model_dtype)
-    if fmt.arrangement == PLANES:
-        rows = tuple(replace(row, plane=int(row.of == "v")) for row in rows)
+    rows = fmt.rows_arranged(model_dtype)
     bound = tuple(row.bind(head_size, head_size_v) for row in rows)
     return StateLayout(bound, align=fmt.align, extent=fmt.extent())

@@ -22,7 +22,7 @@ def select(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """Float32 of a stored type. e4m3 goes through a table, 5 times faster than torch."""
+    """Float32 of a stored type. e4m3 goes through a table: torch's cast is scalar."""
     if x.dtype != torch.float8_e4m3fn:
         return x.float()
     codes = torch.arange(256, device=x.device).to(torch.uint8)

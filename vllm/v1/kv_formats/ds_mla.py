@@ -48,12 +48,20 @@ class LatentRecord(KVFormat):
 
     arrangements: ClassVar[tuple[str, ...]] = (DEFAULT_ARRANGEMENT,)
     latent: ClassVar[bool] = True
+    nonfinite: ClassVar[str] = (
+        "NaN is stored as 0, infinities saturate; NaN in the rotary part is kept"
+    )
     opaque: ClassVar[bool] = True
     head_size: ClassVar[int] = LATENT + ROPE
 
     def check_head_size(self, head_size: int, head_size_v: int) -> None:
         if (head_size, head_size_v) != (self.head_size, 0):
             raise self._misfit(head_size, head_size_v)
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of one state."""
+        return self.layout(self.head_size, 0).nbytes
 
     def extent(self) -> Extent:
         planes = {row.plane for row in self.rows(torch.bfloat16)}
@@ -190,7 +198,7 @@ class DeepSeekV4(LatentRecord):
     @property
     def page_alignment(self) -> int:
         """Bytes that the page of a layer is rounded up to."""
-        return self.layout(self.head_size, 0, torch.bfloat16).plane_widths(0)[0]
+        return self.layout(self.head_size, 0).plane_widths(0)[0]
 
     def rows(self, model_dtype: torch.dtype) -> tuple[Field, ...]:
         blocks = V4_NOPE // V4_BLOCK
@@ -236,6 +244,7 @@ class DsaIndexer(LatentRecord):
     mode: KVQuantMode = KVQuantMode.FP8_PER_TENSOR
     power_of_two: bool = False
     head_size = INDEXER
+    nonfinite = KVFormat.nonfinite
     fits = f"indexer keys of {INDEXER} elements, head_size_v 0"
 
     def rows(self, model_dtype: torch.dtype) -> tuple[Field, ...]:
