@@ -126,6 +126,11 @@ class KVFormat(ABC):
     # -- what follows from the table ---------------------------------------------------
 
     @property
+    def page_alignment(self) -> int:
+        """Bytes that the model's pages of this format are rounded up to."""
+        return 1
+
+    @property
     def format_id(self) -> str:
         """Identifies the bytes: equal ids mean byte-equal pages for equal input."""
         return f"{self.alias_of or self.name}:{self.arrangement}"

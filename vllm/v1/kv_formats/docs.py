@@ -167,8 +167,8 @@ def _section(fmt: KVFormat) -> list[str]:
         *page_picture(layout),
         "```",
         "",
-        f"Arrangements: {', '.join(fmt.arrangements)}. Innermost axes that must be dense "
-        f"for `{fmt.arrangement}`: {', '.join(layout.extent.value)}.",
+        f"Arrangements: {', '.join(fmt.arrangements)}. Innermost axes that must be "
+        f"dense for `{fmt.arrangement}`: {', '.join(layout.extent.value)}.",
     ]
 
 

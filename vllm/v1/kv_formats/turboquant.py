@@ -49,7 +49,12 @@ class TurboQuant(KVFormat):
     @property
     def key_fp8(self) -> bool:
         """True where keys are stored as e4m3."""
-        return self.key_bits == FP8_KEY_BITS
+        return self.stores_fp8(self.key_bits)
+
+    @staticmethod
+    def stores_fp8(key_bits: int) -> bool:
+        """True for the number of key bits that means e4m3."""
+        return key_bits == FP8_KEY_BITS
 
     def rows(self, model_dtype: torch.dtype) -> tuple[Field, ...]:
         if self.key_fp8:
@@ -138,7 +143,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return hadamard(x) * (1.0 / sqrt(block_size(x.shape[-1])))
 
 
-FORMATS: tuple[KVFormat, ...] = (
+FORMATS: tuple[TurboQuant, ...] = (
     TurboQuant(
         "turboquant_k8v4",
         KVQuantMode.TURBOQUANT_K8V4,
