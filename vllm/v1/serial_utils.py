@@ -1,7 +1,7 @@
 """Turns messages into bytes and back: msgpack, with arrays as raw bytes.
 
-Knows arrays, tensors and plain data. Refuses everything else on both sides: nothing here
-can run code that arrives on the wire.
+Knows arrays, tensors and plain data. Refuses everything else on both sides: nothing
+here can run code that arrives on the wire.
 """
 
 import math
@@ -39,8 +39,8 @@ _NUMPY_KINDS = "biufc"
 
 
 class _ArrayHeader(msgspec.Struct, array_like=True):
-    """What an array is: "torch" or "numpy", its dtype and shape, and where its bytes are:
-    in frame number `frame`, or right here in `data` when `frame` is 0."""
+    """What an array is: "torch" or "numpy", its dtype and shape, and where its bytes
+    are: in frame number `frame`, or right here in `data` when `frame` is 0."""
 
     kind: str
     dtype: str
@@ -89,8 +89,8 @@ class MsgpackEncoder:
         if isinstance(obj, np.generic):
             return obj.item()
         raise TypeError(
-            f"an object of type {type(obj).__module__}.{type(obj).__qualname__} cannot be "
-            "sent between processes: expected numbers, text, bytes, lists, dicts, "
+            f"an object of type {type(obj).__module__}.{type(obj).__qualname__} cannot "
+            "be sent between processes: expected numbers, text, bytes, lists, dicts, "
             "dataclasses, msgspec structs, tensors or numeric arrays"
         )
 
@@ -173,7 +173,9 @@ def _numpy_dtype(name: str) -> np.dtype:
 
 def _check_size(header: _ArrayHeader, raw: memoryview, itemsize: int) -> None:
     if any(extent < 0 for extent in header.shape):
-        raise msgspec.ValidationError(f"array shape {header.shape} has a negative extent")
+        raise msgspec.ValidationError(
+            f"array shape {header.shape} has a negative extent"
+        )
     expected = math.prod(header.shape) * itemsize
     if raw.nbytes != expected:
         raise msgspec.ValidationError(

@@ -1,4 +1,5 @@
-"""What callers see: kinds of output, finish reasons, logprobs, several continuations."""
+"""What callers see: kinds of output, finish reasons, logprobs, several
+continuations."""
 
 import asyncio
 from typing import Any
@@ -166,10 +167,13 @@ def test_a_chosen_token_among_the_likeliest_appears_once() -> None:
 
 
 def test_token_texts_join_to_the_text() -> None:
-    """Parts of a character: the token that completes it carries it, the others nothing."""
+    """Parts of a character: the token that completes it carries it, the others
+    nothing."""
     texts = TokenTexts(TOKENIZER)
     ids = TOKENIZER.encode("ok 😀 naïve 日本").ids
-    assert "".join(texts.text(t, ids[:i]) for i, t in enumerate(ids)) == "ok 😀 naïve 日本"
+    assert (
+        "".join(texts.text(t, ids[:i]) for i, t in enumerate(ids)) == "ok 😀 naïve 日本"
+    )
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)

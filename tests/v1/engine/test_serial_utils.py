@@ -54,7 +54,9 @@ def test_tensors_come_back_bit_for_bit(name: str, shape: tuple[int, ...]) -> Non
         got = roundtrip(message, Message)
         got = got.tensor if typed else got.anything[0]
         assert got.dtype == dtype and got.shape == sent.shape
-        assert got.reshape(-1).view(torch.uint8).equal(sent.reshape(-1).view(torch.uint8))
+        assert (
+            got.reshape(-1).view(torch.uint8).equal(sent.reshape(-1).view(torch.uint8))
+        )
         got.zero_()  # writable, and not the sender's memory
 
 

@@ -42,7 +42,9 @@ class WindowPieces:
         self._num_emitted = len(self._window)  # tokens of the window already shown
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip_special_tokens
+        )
 
     def _fresh_text(self) -> tuple[str, str]:
         known = self._decode(self._window[: self._num_emitted])
@@ -136,8 +138,8 @@ def _context(tokenizer: Any, prompt_token_ids: list[int]) -> list[int]:
 class IncrementalDetokenizer:
     """The output tokens of one request, and their text where there is a tokenizer.
 
-    `token_ids` holds output tokens only; `output_text` everything that is decoded, cut at
-    the stop string once one is found.
+    `token_ids` holds output tokens only; `output_text` everything that is decoded, cut
+    at the stop string once one is found.
     """
 
     def __init__(self, pieces: PieceDecoder | None, params: SamplingParams) -> None:
@@ -186,8 +188,8 @@ class IncrementalDetokenizer:
         return None
 
     def finish(self) -> None:
-        """Adds the text that was held back inside a character; call it once, at the end,
-        unless a stop string was found."""
+        """Adds the text that was held back inside a character; call it once, at the
+        end, unless a stop string was found."""
         if self._pieces is not None:
             self.output_text += self._pieces.flush()
 

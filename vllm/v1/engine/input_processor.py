@@ -16,7 +16,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 # Fields of SamplingParams that no part of this engine acts on.
-_UNSUPPORTED_PARAMS = ("logprob_token_ids", "thinking_token_budget")
+_UNSUPPORTED_PARAMS = (
+    "logprob_token_ids",
+    "structured_outputs",
+    "thinking_token_budget",
+)
 
 
 class InputProcessor:
@@ -56,8 +60,8 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise VLLMValidationError(
-                f"parameters of type {type(params).__name__} are not supported: expected "
-                "SamplingParams; this engine serves text generation only"
+                f"parameters of type {type(params).__name__} are not supported: "
+                "expected SamplingParams; this engine serves text generation only"
             )
         if lora_request is not None:
             raise VLLMValidationError(
@@ -88,8 +92,8 @@ class InputProcessor:
         if token_ids is None:
             if self.tokenizer is None:
                 raise VLLMValidationError(
-                    "text prompts need a tokenizer, which skip_tokenizer_init left out: "
-                    "pass prompt_token_ids",
+                    "text prompts need a tokenizer, which skip_tokenizer_init left "
+                    "out: pass prompt_token_ids",
                     parameter="prompt",
                 )
             special = kwargs.get("add_special_tokens", True)
@@ -136,8 +140,8 @@ class InputProcessor:
         for token_id in token_ids:
             if not 0 <= token_id < self.vocab_size:
                 raise VLLMValidationError(
-                    f"{parameter}: token id {token_id} is out of vocabulary, expected 0 "
-                    f"to {self.vocab_size - 1}",
+                    f"{parameter}: token id {token_id} is out of vocabulary, expected "
+                    f"0 to {self.vocab_size - 1}",
                     parameter=parameter,
                     value=token_id,
                 )
@@ -170,16 +174,16 @@ class InputProcessor:
                 )
         if params.flat_logprobs:
             raise VLLMValidationError(
-                "flat_logprobs is not supported: leave it out, logprobs come as one dict "
-                "per token",
+                "flat_logprobs is not supported: leave it out, logprobs come as one "
+                "dict per token",
                 parameter="flat_logprobs",
             )
         if self.tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
                     raise VLLMValidationError(
-                        f"{name} needs a tokenizer, which skip_tokenizer_init left out: "
-                        "use stop_token_ids or logit_bias",
+                        f"{name} needs a tokenizer, which skip_tokenizer_init left "
+                        "out: use stop_token_ids or logit_bias",
                         parameter=name,
                     )
 
@@ -222,8 +226,8 @@ def split_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str 
         return None, list(prompt), None
     if not isinstance(prompt, Mapping):
         raise VLLMValidationError(
-            f"a prompt of type {type(prompt).__name__} is not supported: expected text, "
-            "token ids, or a dict with prompt or prompt_token_ids",
+            f"a prompt of type {type(prompt).__name__} is not supported: expected "
+            "text, token ids, or a dict with prompt or prompt_token_ids",
             parameter="prompt",
         )
     unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "type"})
@@ -246,7 +250,8 @@ def split_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str 
     salt = prompt.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise VLLMValidationError(
-            f"cache_salt must be a non-empty string, got {salt!r}", parameter="cache_salt"
+            f"cache_salt must be a non-empty string, got {salt!r}",
+            parameter="cache_salt",
         )
     return text, None if ids is None else list(ids), salt
 

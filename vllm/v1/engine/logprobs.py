@@ -72,7 +72,10 @@ class LogprobsProcessor:
             return
         ranks = lists.sampled_token_ranks.tolist()
         rows = zip(
-            ranks, lists.logprobs.tolist(), lists.logprob_token_ids.tolist(), strict=True
+            ranks,
+            lists.logprobs.tolist(),
+            lists.logprob_token_ids.tolist(),
+            strict=True,
         )
         for rank, logprobs, token_ids in rows:
             entry = self._entry(
@@ -99,7 +102,9 @@ class LogprobsProcessor:
                 max(0, position - _CHARACTER_CONTEXT) : position
             ]
             self.prompt_logprobs.append(
-                self._entry(token_ids, logprobs, rank, self._num_prompt_logprobs, before)
+                self._entry(
+                    token_ids, logprobs, rank, self._num_prompt_logprobs, before
+                )
             )
 
     def pop_prompt_logprobs(self) -> PromptLogprobs | None:

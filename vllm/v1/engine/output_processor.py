@@ -34,7 +34,9 @@ class RequestOutputCollector:
 
     def put(self, output: RequestOutput | BaseException) -> None:
         """Non-blocking; call it on the event loop's thread."""
-        if isinstance(output, RequestOutput) and isinstance(self._output, RequestOutput):
+        if isinstance(output, RequestOutput) and isinstance(
+            self._output, RequestOutput
+        ):
             self._output.add(output, aggregate=self._aggregate)
         elif not isinstance(self._output, BaseException):
             self._output = output
@@ -186,8 +188,8 @@ class RequestState:
 
 @dataclass(kw_only=True)
 class OutputProcessorOutput:
-    """`request_outputs` of requests without a queue; `reqs_to_abort`: requests that ended
-    at a stop string, which the core still runs."""
+    """`request_outputs` of requests without a queue; `reqs_to_abort`: requests that
+    ended at a stop string, which the core still runs."""
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
     reqs_to_abort: list[str] = field(default_factory=list)
@@ -216,8 +218,8 @@ class OutputProcessor:
         """Raises VLLMValidationError for the id of a request that is still running."""
         if request_id in self.request_states or request_id in self.parent_requests:
             raise VLLMValidationError(
-                f"request id {request_id!r} is already running: give each request an id "
-                "of its own",
+                f"request id {request_id!r} is already running: give each request an "
+                "id of its own",
                 parameter="request_id",
                 value=request_id,
             )
@@ -252,7 +254,8 @@ class OutputProcessor:
         core_timestamp: float = 0.0,
         iteration_stats: IterationStats | None = None,
     ) -> OutputProcessorOutput:
-        """Takes the news of one step. News of unknown requests (aborted ones) is dropped."""
+        """Takes the news of one step. News of unknown requests (aborted ones) is
+        dropped."""
         result = OutputProcessorOutput()
         for output in outputs:
             state = self.request_states.get(output.request_id)
@@ -356,8 +359,8 @@ class OutputProcessor:
     ) -> tuple[list[str], list[RequestOutput]]:
         """Ends requests with finish reason "abort"; unknown ids are ignored.
 
-        An id with several continuations stands for all of them. Returns the ids that the
-        core knows, and the last outputs of those without a queue.
+        An id with several continuations stands for all of them. Returns the ids that
+        the core knows, and the last outputs of those without a queue.
         """
         result = OutputProcessorOutput()
         core_ids: list[str] = []

@@ -36,9 +36,11 @@ class ParentRequest:
             child.skip_reading_prefix_cache = False
         return child
 
-    def collect(self, child_id: str, output: CompletionOutput) -> list[CompletionOutput]:
-        """The outputs to show on this news of a child: itself, or with FINAL_ONLY all of
-        them once the last has ended."""
+    def collect(
+        self, child_id: str, output: CompletionOutput
+    ) -> list[CompletionOutput]:
+        """The outputs to show on this news of a child: itself, or with FINAL_ONLY all
+        of them once the last has ended."""
         if output.finished():
             self.unfinished_child_ids.discard(child_id)
         if self.params.output_kind != RequestOutputKind.FINAL_ONLY:

@@ -24,7 +24,8 @@ StatLoggerFactory = Callable[[VllmConfig, int], "StatLoggerBase"]
 
 
 class StatLoggerBase(ABC):
-    """What every stat logger does; plugins of `vllm.stat_logger_plugins` derive from it."""
+    """What every stat logger does; plugins of `vllm.stat_logger_plugins` derive from
+    it."""
 
     @abstractmethod
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None: ...
@@ -78,7 +79,8 @@ class LoggingStatLogger(StatLoggerBase):
         if iteration_stats is not None:
             # Cached prompt tokens are not work done.
             computed = (
-                iteration_stats.num_prompt_tokens - iteration_stats.num_cached_prompt_tokens
+                iteration_stats.num_prompt_tokens
+                - iteration_stats.num_cached_prompt_tokens
             )
             self.num_prompt_tokens += computed
             self.num_generation_tokens += iteration_stats.num_generation_tokens
@@ -94,7 +96,9 @@ class LoggingStatLogger(StatLoggerBase):
         now = time.monotonic()
         span = max(now - self._interval_start, 1e-9)
         prompt, generation = self.num_prompt_tokens, self.num_generation_tokens
-        is_idle = not (prompt or generation or self.last_scheduler_stats.num_running_reqs)
+        is_idle = not (
+            prompt or generation or self.last_scheduler_stats.num_running_reqs
+        )
         say = logger.debug if is_idle and self._was_idle else logger.info
         self._was_idle = is_idle
         stats = self.last_scheduler_stats

@@ -1,4 +1,5 @@
-"""Turns the news of requests into statistics of a step. Knows clocks, keeps no state."""
+"""Turns the news of requests into statistics of a step. Knows clocks, keeps no
+state."""
 
 from vllm.v1.engine import (
     EngineCoreEvent,
