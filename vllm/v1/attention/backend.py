@@ -333,13 +333,15 @@ def checked_kv_cache_shape(
     """Logical shape of a layer's cache, `num_blocks` kernel blocks, in elements.
 
     A backend without its own `get_kv_cache_shape` gets [B, H, N, C] straight from the
-    packed spec. An override is honoured if its bytes are the published ones, else
-    ValueError names the backend, both sizes and the way out.
+    packed spec, as does a layer whose values are not as wide as its keys: the override
+    is not told their size. Otherwise an override is honoured if its bytes are the
+    published ones; ValueError names the backend, both sizes and the way out.
     """
     itemsize = spec.dtype.itemsize
     states = spec.num_states * kernel_block_size // spec.block_size
     published = spec.num_heads * states * spec.state_content_size_bytes
-    if backend.get_kv_cache_shape is AttentionBackend.get_kv_cache_shape:
+    overridden = backend.get_kv_cache_shape is not AttentionBackend.get_kv_cache_shape
+    if not overridden or spec.head_size_v not in (0, spec.head_size):
         state = spec.state_content_size_bytes // itemsize
         return num_blocks, spec.num_heads, states, state
     shape = backend.get_kv_cache_shape(

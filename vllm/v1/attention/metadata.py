@@ -38,6 +38,7 @@ class AttentionMetadata:
 M = TypeVar("M", bound=AttentionMetadata)
 
 _CACHES = ("_num_computed_tokens_cache", "_token_to_req_indices_cache")
+_HOST_COPIES = ("_seq_lens_cpu", "_num_computed_tokens_cpu")
 
 
 @dataclass
@@ -84,9 +85,10 @@ class CommonAttentionMetadata:
         return self.seq_lens.shape[0]
 
     def replace(self, **kwargs: Any) -> CommonAttentionMetadata:
-        """A copy with some fields changed; cached values are dropped."""
-        fresh = {name: None for name in _CACHES}
-        return replace(self, **{**fresh, **kwargs})
+        """A copy with some fields changed; what was derived from them is dropped."""
+        lengths_change = {"seq_lens", "query_start_loc_cpu"} & kwargs.keys()
+        dropped = (*_CACHES, *_HOST_COPIES) if lengths_change else _CACHES
+        return replace(self, **{**dict.fromkeys(dropped), **kwargs})
 
     def naive_query_lens(self) -> torch.Tensor:
         """Tokens of each request in this step, int32 [R]."""

@@ -37,6 +37,19 @@ class TurboQuantAttentionBackend(OptionalBackend):
         return spec.packed(by_mode(spec.kv_quant_mode)) if mine else spec
 
     @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: CacheDType = "turboquant_4bit_nc",
+    ) -> tuple[int, ...]:
+        """[B, H, N, C], as by default, but for one of this backend's own formats."""
+        return OptionalBackend.get_kv_cache_shape(
+            num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
+        )
+
+    @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
         return [16, 32, 64, 128]
 

@@ -6,7 +6,7 @@ Knows query and context lengths. Refuses to know formats and kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -231,19 +231,15 @@ def make_local_attention_virtual_batches(
         return block_table[row_index, columns.clamp(max=block_table.shape[1] - 1)]
 
     starts = starts.to(torch.int32)
-    stale = {f.name: None for f in fields(common) if f.name.startswith("_")}
     virtual = common.replace(
-        **{
-            **stale,
-            "query_start_loc": starts.to(common.query_start_loc.device),
-            "query_start_loc_cpu": starts,
-            "seq_lens": seq_lens.to(common.seq_lens.device),
-            "_seq_lens_cpu": seq_lens,
-            "num_reqs": len(rows),
-            "max_query_len": max(query_lens, default=0),
-            "max_seq_len": max(contexts, default=0),
-            "block_table_tensor": make_block_table(common.block_table_tensor),
-            "causal": True,
-        }
+        query_start_loc=starts.to(common.query_start_loc.device),
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens.to(common.seq_lens.device),
+        num_reqs=len(rows),
+        max_query_len=max(query_lens, default=0),
+        max_seq_len=max(contexts, default=0),
+        block_table_tensor=make_block_table(common.block_table_tensor),
+        causal=True,
+        _seq_lens_cpu=seq_lens,
     )
     return virtual, make_block_table

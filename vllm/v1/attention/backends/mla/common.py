@@ -10,7 +10,7 @@ import torch
 from vllm.v1.attention.backend import CacheDType
 from vllm.v1.attention.backends.optional import OptionalBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm.v1.kv_formats import by_mode, by_name
+from vllm.v1.kv_formats import KVQuantMode, by_mode, by_name
 
 
 class MLACommonBackend(OptionalBackend):
@@ -31,8 +31,9 @@ class MLACommonBackend(OptionalBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        mine = spec.kv_quant_mode.is_per_token_head and not spec.is_packed
-        return spec.packed(by_mode(spec.kv_quant_mode)) if mine else spec
+        mode = spec.kv_quant_mode
+        mine = mode.is_per_token_head or mode is KVQuantMode.NVFP4_DS_MLA
+        return spec.packed(by_mode(mode)) if mine and not spec.is_packed else spec
 
     @staticmethod
     def get_kv_cache_shape(
