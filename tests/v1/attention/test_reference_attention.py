@@ -192,3 +192,17 @@ def test_a_profiling_run_needs_no_cache():
 def test_what_is_not_supported_is_refused_by_name(argument, words):
     with pytest.raises(ValueError, match=words):
         ReferenceAttentionImpl(4, 64, 0.1, num_kv_heads=2, **argument)
+
+
+@pytest.mark.parametrize("cache_dtype", FORMATS)
+@pytest.mark.parametrize("built", [True, False])
+def test_kernels_serve_dense_pages_and_torch_the_rest(monkeypatch, cache_dtype, built):
+    kernels = "vllm.v1.attention.backends.cpu_attn.cpu_kernels"
+    monkeypatch.setattr(f"{kernels}.available", lambda: built)
+    batch = PagedBatch(Case(MIXED, cache_dtype), CPUAttentionBackend)
+    dense = cache_dtype in ("auto", "float32", "float16", "bfloat16")
+    assert batch.impl.uses_kernels == (built and dense)
+    if not built:
+        torch.testing.assert_close(
+            batch.run().double(), batch.expected(), rtol=2e-5, atol=2e-5
+        )

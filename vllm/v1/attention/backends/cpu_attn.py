@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionLayer,
     AttentionMetadataBuilder,
@@ -22,8 +21,6 @@ from vllm.v1.attention.backends.reference import (
 )
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.kv_cache_layout import KVCacheLayout
-
-logger = init_logger(__name__)
 
 CPUAttentionMetadata = PagedAttentionMetadata
 CPUAttentionMetadataBuilder = AttentionMetadataBuilder
@@ -86,11 +83,6 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
         self.uses_kernels = (
             dense and attn_type == AttentionType.DECODER and cpu_kernels.available()
         )
-        if dense and not cpu_kernels.available():
-            logger.warning_once(
-                "Attention runs on the torch reference: %s",
-                cpu_kernels.why_unavailable(),
-            )
 
     def do_kv_cache_update(
         self,
