@@ -79,7 +79,7 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
-        dense = not self.format.mode.is_quantized
+        dense = not (self.format.mode.is_quantized or self.format.opaque)
         self.uses_kernels = (
             dense and attn_type == AttentionType.DECODER and cpu_kernels.available()
         )
