@@ -183,7 +183,7 @@ class InputBatch(SamplingRows):
         return row
 
     def condense(self) -> None:
-        """Moves requests from the last rows into free ones, until there are no holes."""
+        """Moves requests from the last rows into free ones until no hole is left."""
         builder = self.batch_update_builder
         num_reqs = self.num_reqs
         last = len(self._req_ids) - 1

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MoveDirectionality(Enum):
-    """Whether the request at the first row moves to the second, or both trade places."""
+    """Whether the first row moves over the second, or both trade places."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
