@@ -63,7 +63,7 @@ class KVCacheSpec:
 
     @property
     def storage_block_size(self) -> int:
-        """States per block (N): `block_size`, unless a state stands for several tokens."""
+        """States per block, N: `block_size` unless a state stands for more tokens."""
         return self.block_size
 
     @property

@@ -47,7 +47,7 @@ def _compressed(spec: AttentionSpec, compress_ratio: int) -> int:
     if spec.block_size < compress_ratio:
         raise SpecError(
             f"{type(spec).__name__}: a block of {spec.block_size} tokens is shorter "
-            f"than one compressed state of {compress_ratio} tokens; raise the block size"
+            f"than one state of {compress_ratio} tokens; raise the block size"
         )
     return spec.block_size // compress_ratio
 

@@ -116,6 +116,8 @@ def report_kv_cache_config(
     vllm_config.cache_config.kv_cache_size_tokens = tokens
     vllm_config.cache_config.kv_cache_max_concurrency = concurrency
     for use in pool_use(vllm_config, kv_cache_config.kv_cache_groups):
+        if not use.num_layers:
+            continue
         logger.info(
             "KV cache group %d: %d layers, blocks of %d tokens, pages of %s bytes, "
             "%.1f%% of the pool lost to padding",
