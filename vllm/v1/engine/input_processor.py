@@ -8,11 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
 
 # Fields of SamplingParams that no part of this engine acts on.
@@ -21,6 +22,18 @@ _UNSUPPORTED_PARAMS = (
     "structured_outputs",
     "thinking_token_budget",
 )
+
+
+def load_tokenizer(model_config: ModelConfig) -> Any:
+    """The tokenizer that a configuration asks for, or None."""
+    if model_config.skip_tokenizer_init:
+        return None
+    return get_tokenizer(
+        model_config.source,
+        model_config.tokenizer,
+        model_config.trust_remote_code,
+        model_config.tokenizer_revision,
+    )
 
 
 class InputProcessor:

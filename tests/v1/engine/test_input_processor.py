@@ -1,0 +1,146 @@
+"""What cannot be served is refused before the core sees it, and nothing stays open."""
+
+from typing import Any
+
+import pytest
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.input_processor import InputProcessor, load_tokenizer
+
+MAX_LEN = 64
+
+
+@pytest.fixture(scope="module")
+def processor(tiny_model: str) -> InputProcessor:
+    args = EngineArgs(
+        model=tiny_model,
+        max_model_len=MAX_LEN,
+        dtype="float32",
+        override_generation_config={"eos_token_id": [1, 5]},
+    )
+    config = args.create_engine_config()
+    return InputProcessor(config, load_tokenizer(config.model_config))
+
+
+def process(processor: InputProcessor, prompt: Any, **params: Any) -> Any:
+    return processor.process_inputs("r", prompt, SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ("hello", "hello"),
+        ({"prompt": "hello"}, "hello"),
+        ([5, 6, 7], None),
+        ({"prompt_token_ids": [5, 6, 7]}, None),
+        ({"prompt_token_ids": [5, 6, 7], "prompt": "abc"}, "abc"),
+    ],
+)
+def test_every_form_of_prompt(
+    processor: InputProcessor, prompt: Any, text: Any
+) -> None:
+    got, request = process(processor, prompt)
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
+    if not isinstance(ids, list):
+        ids = processor.tokenizer.encode("hello")
+    assert got == text and request.prompt_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "prompt is empty"),
+        ([], "prompt is empty"),
+        ({"prompt_token_ids": []}, "prompt is empty"),
+        ([1] * MAX_LEN, f"maximum context length is {MAX_LEN} tokens"),
+        ([1, 10_000], "token id 10000 is out of vocabulary"),
+        ([1, -1], "token id -1 is out of vocabulary"),
+        ([1, "a"], "whole numbers"),
+        ({}, "needs prompt"),
+        ({"prompt": 3}, "must be text"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
+        (3.5, "not supported"),
+    ],
+)
+def test_bad_prompts_are_refused(
+    processor: InputProcessor, prompt: Any, message: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=message):
+        process(processor, prompt)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logprobs": 21}, "logprobs 21 is above the limit of 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs 21 is above the limit"),
+        ({"logprobs": -1}, "above the limit"),
+        ({"allowed_token_ids": [10_000]}, "allowed_token_ids"),
+        ({"logit_bias": {10_000: 1.0}}, "logit_bias"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"flat_logprobs": True}, "flat_logprobs"),
+        ({"thinking_token_budget": 3}, "thinking_token_budget"),
+    ],
+)
+def test_bad_parameters_are_refused(
+    processor: InputProcessor, params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=message):
+        process(processor, [1, 2], **params)
+
+
+def test_longest_prompt_leaves_one_token(processor: InputProcessor) -> None:
+    _, request = process(processor, [1] * (MAX_LEN - 1), max_tokens=None)
+    assert request.sampling_params.max_tokens == 1
+
+
+def test_open_parameters_are_filled_and_the_callers_stay(
+    processor: InputProcessor,
+) -> None:
+    params = SamplingParams(max_tokens=None, output_kind=RequestOutputKind.DELTA)
+    _, request = processor.process_inputs("r", [1, 2, 3], params)
+    complete = request.sampling_params
+    assert complete.max_tokens == MAX_LEN - 3 and params.max_tokens is None
+    assert complete.eos_token_id == processor.tokenizer.eos_token_id == 1
+    assert complete.all_stop_token_ids == {1, 5} and complete.stop_token_ids == [5]
+    assert not params.all_stop_token_ids
+
+
+def test_bad_words_are_encoded_with_and_without_space(
+    processor: InputProcessor,
+) -> None:
+    _, request = process(processor, [1], bad_words=["fox"])
+    encode = processor.tokenizer.encode
+    expected = [
+        encode("fox", add_special_tokens=False),
+        encode(" fox", add_special_tokens=False),
+    ]
+    assert request.sampling_params.bad_words_token_ids == expected
+
+
+def test_text_logit_bias_keys_become_numbers(processor: InputProcessor) -> None:
+    _, request = process(processor, [1], logit_bias={"7": 2})
+    assert request.sampling_params.logit_bias == {7: 2.0}
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(3, 3), (-1, MAX_LEN - 1)])
+def test_truncation_keeps_the_end(
+    processor: InputProcessor, keep: int, kept: int
+) -> None:
+    prompt = list(range(100, 200))
+    _, request = processor.process_inputs(
+        "r",
+        prompt,
+        SamplingParams(),
+        tokenization_kwargs={"truncate_prompt_tokens": keep},
+    )
+    assert request.prompt_token_ids == prompt[-kept:]
+
+
+def test_salt_and_priority_travel(processor: InputProcessor) -> None:
+    prompt = {"prompt": "a", "cache_salt": "s"}
+    _, request = processor.process_inputs("r", prompt, SamplingParams(), priority=3)
+    assert (request.cache_salt, request.priority) == ("s", 3)

@@ -1,0 +1,283 @@
+"""The engine core: plans the KV cache, then schedules, computes and reports step by
+step.
+
+Knows requests as tokens. Refuses to know text, sockets and callers.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from math import gcd, lcm
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.utils.import_utils import resolve_qualname
+from vllm.utils.mem_utils import format_gib
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+logger = init_logger(__name__)
+
+# How long a step that had nothing to compute waits before the next look at requests
+# whose KV another engine or tier still delivers.
+_WAIT_FOR_TRANSFER_S = 0.001
+
+
+class EngineCore:
+    """One model on one set of workers, in this process.
+
+    Construction raises ValueError, in one sentence, for what cannot be served.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor] | None = None,
+        log_stats: bool = True,
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.log_stats = log_stats
+        started = time.monotonic()
+        _begin_auto_fit(vllm_config)
+        executor_class = executor_class or Executor.get_class(vllm_config)
+        self.model_executor = executor_class(vllm_config)
+        try:
+            self.kv_cache_config = self._initialize_kv_caches()
+            self.structured_output_manager = StructuredOutputManager(vllm_config)
+            block_sizes = resolve_block_sizes(self.kv_cache_config, vllm_config)
+            self.scheduler = self._build_scheduler(*block_sizes)
+        except BaseException:
+            self.model_executor.shutdown()
+            raise
+        self._block_hasher = self._build_block_hasher(block_sizes[1])
+        self._failures: dict[int, list[EngineCoreOutput]] = defaultdict(list)
+        logger.info("Engine core is ready after %.1f s", time.monotonic() - started)
+
+    # --- start-up ---------------------------------------------------------------------
+
+    def _initialize_kv_caches(self) -> KVCacheConfig:
+        """Prices the layers, divides the memory into blocks and gives it to the
+        workers; returns the plan as the scheduler sees it."""
+        config, executor = self.vllm_config, self.model_executor
+        specs = executor.get_kv_cache_specs()
+        has_cache = any(specs)
+        available = (
+            executor.determine_available_memory() if has_cache else [0] * len(specs)
+        )
+        max_len = config.model_config.max_model_len
+        plans = get_kv_cache_configs(config, specs, available)
+        if config.model_config.max_model_len != max_len:
+            executor.collective_rpc(
+                "update_max_model_len", args=(config.model_config.max_model_len,)
+            )
+        scheduler_plan = generate_scheduler_kv_cache_config(plans)
+        config.cache_config.num_gpu_blocks = scheduler_plan.num_blocks
+        executor.initialize_from_config(plans)
+        if has_cache:
+            _say_cache(config, plans[0])
+        return scheduler_plan
+
+    def _build_scheduler(
+        self, block_size: int, hash_block_size: int
+    ) -> SchedulerInterface:
+        cls: Any = self.vllm_config.scheduler_config.scheduler_cls or Scheduler
+        if isinstance(cls, str):
+            cls = resolve_qualname(cls)
+        return cls(
+            vllm_config=self.vllm_config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=self.structured_output_manager,
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=self.log_stats,
+        )
+
+    def _build_block_hasher(
+        self, hash_block_size: int
+    ) -> Callable[[Request], list[Any]] | None:
+        """What hashes the full blocks of a request; None when nobody looks them up."""
+        cache_config = self.vllm_config.cache_config
+        uses_hashes = cache_config.enable_prefix_caching
+        if not uses_hashes and not self.vllm_config.kv_transfer_is_on:
+            return None
+        hash_fn = get_hash_fn_by_name(cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        return get_request_block_hasher(hash_block_size, hash_fn)
+
+    def ready_report(self) -> dict[str, Any]:
+        """What start-up decided, for a front-end in another process."""
+        cache = self.vllm_config.cache_config
+        return {
+            "max_model_len": self.vllm_config.model_config.max_model_len,
+            "cache": {name: getattr(cache, name) for name in REPORTED_CACHE_FIELDS},
+        }
+
+    # --- requests ---------------------------------------------------------------------
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queues a request. One that cannot be built ends with finish reason "error"
+        and the message as its stop reason, in the outputs of the next step."""
+        try:
+            new = Request.from_engine_core_request(request, self._block_hasher)
+            if new.use_structured_output:
+                self.structured_output_manager.grammar_init(new)
+            self.scheduler.add_request(new)
+        except Exception as error:
+            logger.warning("request %s refused: %s", request.request_id, error)
+            self._failures[request.client_index].append(
+                EngineCoreOutput(
+                    request.request_id,
+                    [],
+                    finish_reason=FinishReason.ERROR,
+                    stop_reason=str(error) or type(error).__name__,
+                )
+            )
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """Ends requests without further outputs; unknown ids are ignored."""
+        self.scheduler.finish_requests(
+            list(request_ids), RequestStatus.FINISHED_ABORTED
+        )
+
+    def has_work(self) -> bool:
+        """Says whether a step would do anything."""
+        return bool(self._failures) or self.scheduler.has_requests()
+
+    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """One step: the news by client, and whether the model ran.
+
+        Any exception means that the core cannot go on.
+        """
+        outputs: dict[int, EngineCoreOutputs] = {}
+        model_ran = False
+        if self.scheduler.has_requests():
+            scheduled = self.scheduler.schedule()
+            computed = self.model_executor.execute_model(scheduled)
+            outputs = self.scheduler.update_from_output(scheduled, computed)
+            model_ran = scheduled.total_num_scheduled_tokens > 0
+            if not model_ran and self.scheduler.get_num_unfinished_requests():
+                time.sleep(_WAIT_FOR_TRANSFER_S)
+        if self._failures:
+            self._add_failures(outputs)
+        return outputs, model_ran
+
+    def _add_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        for client, failures in self._failures.items():
+            news = outputs.setdefault(client, EngineCoreOutputs(outputs=[]))
+            news.outputs = [*news.outputs, *failures]
+        self._failures.clear()
+
+    # --- utilities --------------------------------------------------------------------
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forgets cached prefixes; False while blocks are in use."""
+        return self.scheduler.reset_prefix_cache(
+            reset_running_requests, reset_connector
+        )
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Calls a method of every worker; its results in order of rank."""
+        return self.model_executor.collective_rpc(
+            method, timeout=timeout, args=tuple(args), kwargs=dict(kwargs or {})
+        )
+
+    def get_supported_tasks(self) -> list[str]:
+        return ["generate"]
+
+    def is_sleeping(self) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        """Frees workers, connector and publishers; may be called twice."""
+        self.scheduler.shutdown()
+        self.model_executor.shutdown()
+
+
+# Sizes that start-up decides, and that front-ends report.
+REPORTED_CACHE_FIELDS = (
+    "block_size",
+    "cache_dtype",
+    "num_gpu_blocks",
+    "kv_cache_size_tokens",
+    "kv_cache_max_concurrency",
+)
+
+# What a front-end in another process may call by name.
+UTILITIES = frozenset(
+    {"reset_prefix_cache", "collective_rpc", "get_supported_tasks", "is_sleeping"}
+)
+
+
+def resolve_block_sizes(
+    plan: KVCacheConfig, vllm_config: VllmConfig
+) -> tuple[int, int]:
+    """Tokens after which the blocks of all groups end together, and tokens of the
+    smallest unit that divides every group's blocks: the unit of prefix hashes."""
+    sizes = [group.kv_cache_spec.block_size for group in plan.kv_cache_groups]
+    if not sizes:
+        sizes = [vllm_config.cache_config.block_size]
+    parallel = vllm_config.parallel_config
+    ranks = (
+        parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    )
+    return lcm(*sizes) * ranks, gcd(*sizes) * ranks
+
+
+def _begin_auto_fit(vllm_config: VllmConfig) -> None:
+    """Gives workers a length to build with where the user asked for what fits (-1)."""
+    model_config = vllm_config.model_config
+    if model_config.max_model_len == -1:
+        model_config.original_max_model_len = -1
+        model_config.max_model_len = model_config.derived_max_model_len
+
+
+def _say_cache(vllm_config: VllmConfig, plan: KVCacheConfig) -> None:
+    """Tells the user what stores the KV cache, and how large a token and the pool
+    are."""
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = {
+        layer.attn_backend.get_name()
+        for layer in layers
+        if hasattr(layer, "attn_backend")
+    }
+    formats = sorted(set(plan.layer_formats.values()))
+    token_bytes = 0.0
+    for group in plan.kv_cache_groups:
+        for name in group.layer_names:
+            spec = group.layer_spec(name)
+            token_bytes += spec.unpadded_page_size_bytes / spec.block_size
+    size = sum(tensor.size for tensor in plan.kv_cache_tensors)
+    logger.info(
+        "KV cache: backend %s, format %s, %s bytes per token, %s blocks, %s GiB",
+        ", ".join(sorted(backends)) or "of the workers",
+        ", ".join(formats) or vllm_config.cache_config.cache_dtype,
+        f"{token_bytes:,.0f}",
+        f"{plan.num_blocks:,}",
+        format_gib(size),
+    )

@@ -1,0 +1,423 @@
+"""How a front-end reaches an engine core: in this process, or in one of its own.
+
+Knows processes and sockets. Refuses to know text and callers.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import weakref
+from abc import ABC, abstractmethod
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import msgspec
+import zmq
+
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.exceptions import EngineDeadError
+from vllm.logger import init_logger
+from vllm.utils.network_utils import get_open_zmq_ipc_path, remove_ipc_path
+from vllm.v1.engine import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    UtilityOutput,
+)
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_proc import (
+    DEAD,
+    ReadyMessage,
+    UtilityCall,
+    run_engine_core,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+logger = init_logger(__name__)
+
+_STOP_GRACE_S = 10.0
+# How long messages of a process that has ended may still be on their way.
+_LAST_WORDS_S = 0.2
+
+
+class EngineCoreClient(ABC):
+    """What front-ends ask of a core. `call` runs a utility and returns its result."""
+
+    @staticmethod
+    def make_client(
+        vllm_config: VllmConfig,
+        executor_class: type | None = None,
+        log_stats: bool = True,
+        multiprocess_mode: bool = False,
+        asyncio_mode: bool = False,
+    ) -> "EngineCoreClient":
+        """Starts a core and waits until it is ready; fills the sizes that it decided
+        into `vllm_config`. Raises ValueError or RuntimeError, with the core's own
+        message, when it cannot start."""
+        if asyncio_mode:
+            return AsyncMPClient(vllm_config, executor_class, log_stats)
+        if multiprocess_mode:
+            return SyncMPClient(vllm_config, executor_class, log_stats)
+        return InprocClient(vllm_config, executor_class, log_stats)
+
+    @abstractmethod
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Sends a request. Raises EngineDeadError when the core is gone."""
+
+    @abstractmethod
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """Ends requests without further news."""
+
+    @abstractmethod
+    def get_output(self) -> EngineCoreOutputs:
+        """The next news; blocks in the clients that wait for another process."""
+
+    @abstractmethod
+    def call(self, method: str, *args: Any) -> Any:
+        """Runs a utility of the core."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stops the core. May be called twice."""
+
+
+class InprocClient(EngineCoreClient):
+    """The core lives here; `get_output` is a step."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type | None, log_stats: bool
+    ) -> None:
+        self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self.engine_core.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        if request_ids:
+            self.engine_core.abort_requests(request_ids)
+
+    def get_output(self) -> EngineCoreOutputs:
+        outputs, _ = self.engine_core.step()
+        return outputs.get(0) or EngineCoreOutputs()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.engine_core, method)(*args)
+
+    def shutdown(self) -> None:
+        self.engine_core.shutdown()
+
+
+class _Resources:
+    """What must go when a client goes, even one that nobody shuts down."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.addresses = [get_open_zmq_ipc_path() for _ in range(2)]
+        self.sockets: list[Any] = []
+        self.process: BaseProcess | None = None
+        self.lifeline: Connection | None = None
+
+    def close(self) -> None:
+        """Ends the process, politely first, and takes the sockets away."""
+        if self.lifeline is not None:
+            self.lifeline.close()  # the core leaves when it sees this
+        if self.process is not None:
+            _stop(self.process)
+        for socket in self.sockets:
+            socket.close(linger=0)
+        self.context.term()
+        for address in self.addresses:
+            remove_ipc_path(address)
+
+
+def _stop(process: BaseProcess) -> None:
+    for act in (lambda: None, process.terminate, process.kill):
+        act()
+        process.join(_STOP_GRACE_S)
+        if process.exitcode is not None:
+            return
+
+
+class MPClient(EngineCoreClient):
+    """A core in a process of its own. What both of its kinds share."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type | None, log_stats: bool
+    ) -> None:
+        self.vllm_config = vllm_config
+        self.dead_reason: str | None = None
+        self.is_closed = False
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._next_call_id = 0
+        self._resources = _Resources()
+        self._finalizer = weakref.finalize(self, self._resources.close)
+        try:
+            self._input = self._open(zmq.PUSH, 0)
+            self._output = self._open(zmq.PULL, 1)
+            self._start(executor_class, log_stats)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _open(self, kind: int, index: int) -> zmq.Socket:
+        resources = self._resources
+        socket = resources.context.socket(kind)
+        resources.sockets.append(socket)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.bind(resources.addresses[index])
+        return socket
+
+    def _start(self, executor_class: type | None, log_stats: bool) -> None:
+        """Starts the process and waits for its report."""
+        context = multiprocessing.get_context("spawn")
+        ready, ready_child = context.Pipe(duplex=False)
+        parent_child, lifeline = context.Pipe(duplex=False)
+        process = context.Process(
+            target=run_engine_core,
+            name="EngineCore",
+            args=(
+                self.vllm_config,
+                executor_class,
+                log_stats,
+                *self._resources.addresses,
+                ready_child,
+                parent_child,
+            ),
+            daemon=not _needs_children(self.vllm_config),
+        )
+        self._resources.process, self._resources.lifeline = process, lifeline
+        process.start()
+        ready_child.close()
+        parent_child.close()
+        with contextlib.closing(ready):
+            message = _await_ready(process, ready)
+        if message.error is not None:
+            process.join(_STOP_GRACE_S)
+            kind = ValueError if message.is_user_error else RuntimeError
+            raise kind(message.error)
+        self.vllm_config.model_config.max_model_len = message.report["max_model_len"]
+        for name, value in message.report["cache"].items():
+            setattr(self.vllm_config.cache_config, name, value)
+
+    @property
+    def process(self) -> BaseProcess:
+        process = self._resources.process
+        if process is None:
+            raise RuntimeError("the engine core was never started")
+        return process
+
+    @property
+    def is_dead(self) -> bool:
+        """Says whether the core is gone, by report or because its process ended."""
+        return self.dead_reason is not None or not self.process.is_alive()
+
+    def dead_error(self) -> EngineDeadError:
+        """The error that waiting callers get."""
+        if self.dead_reason is None:
+            self.dead_reason = "the client was shut down"
+            if not self.is_closed:
+                self.process.join(1.0)
+                self.dead_reason = f"its process ended ({_exit_text(self.process)})"
+        return EngineDeadError(f"the engine core has stopped: {self.dead_reason}")
+
+    def _send(self, kind: EngineCoreRequestType, message: Any) -> None:
+        if self.is_closed or self.is_dead:
+            raise self.dead_error()
+        frames = self._encoder.encode(message)
+        self._input.send_multipart([kind.value, *frames])
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        self._send(EngineCoreRequestType.ADD, request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        if request_ids and not self.is_closed and not self.is_dead:
+            self._send(EngineCoreRequestType.ABORT, request_ids)
+
+    def _send_call(self, method: str, args: tuple[Any, ...]) -> int:
+        self._next_call_id += 1
+        message = UtilityCall(self._next_call_id, method, list(args))
+        self._send(EngineCoreRequestType.UTILITY, message)
+        return self._next_call_id
+
+    def _decode(self, frames: list[bytes]) -> EngineCoreOutputs:
+        """The news in a message; EngineDeadError when it says that there is no more."""
+        kind, *payload = frames
+        if kind == DEAD:
+            self.dead_reason = payload[0].decode()
+            raise self.dead_error()
+        return self._decoder.decode(payload)
+
+    def shutdown(self) -> None:
+        self.is_closed = True
+        self._finalizer()
+
+
+def _needs_children(vllm_config: VllmConfig) -> bool:
+    """A daemonic process may have no children of its own."""
+    return vllm_config.parallel_config.world_size > 1
+
+
+def _await_ready(process: BaseProcess, ready: Connection) -> ReadyMessage:
+    """Waits for the report of a core that starts. RuntimeError when none comes."""
+    timeout = envs.VLLM_ENGINE_READY_TIMEOUT_S
+    found = wait([ready, process.sentinel], timeout)
+    if ready in found:
+        with contextlib.suppress(EOFError):
+            return msgspec.msgpack.decode(ready.recv_bytes(), type=ReadyMessage)
+    if not found:
+        raise RuntimeError(
+            f"the engine core was not ready after {timeout} s: give it more time with "
+            "VLLM_ENGINE_READY_TIMEOUT_S, or look for what blocks it in its log"
+        )
+    process.join(_STOP_GRACE_S)
+    raise RuntimeError(
+        f"the engine core ended while it started ({_exit_text(process)}): its own "
+        "message is in the log above"
+    )
+
+
+def _exit_text(process: BaseProcess) -> str:
+    code = process.exitcode
+    if code is not None and code < 0:
+        hint = ", perhaps for lack of memory" if code == -9 else ""
+        return f"killed by signal {-code}{hint}"
+    return f"exit code {code}"
+
+
+def _result(answer: UtilityOutput) -> Any:
+    if answer.failure_message is not None:
+        raise RuntimeError(answer.failure_message)
+    return answer.result
+
+
+class SyncMPClient(MPClient):
+    """For callers without an event loop: `get_output` blocks for the next news."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._unread: list[EngineCoreOutputs] = []
+        super().__init__(*args, **kwargs)
+
+    def _receive(self) -> EngineCoreOutputs:
+        poller = zmq.Poller()
+        poller.register(self._output, zmq.POLLIN)
+        poller.register(self.process.sentinel, zmq.POLLIN)
+        if self._output in dict(poller.poll()) or self._output.poll(0):
+            return self._decode(self._output.recv_multipart())
+        raise self.dead_error()
+
+    def get_output(self) -> EngineCoreOutputs:
+        return self._unread.pop(0) if self._unread else self._receive()
+
+    def call(self, method: str, *args: Any) -> Any:
+        call_id = self._send_call(method, args)
+        while True:
+            news = self._receive()
+            if (answer := news.utility_output) is None:
+                self._unread.append(news)
+            elif answer.call_id == call_id:
+                return _result(answer)
+
+
+class AsyncMPClient(MPClient):
+    """For an event loop: `get_output_async` and `call_async` wait without blocking it.
+
+    Sending never waits. Messages are read as they come, whoever waits for what.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._inbox: asyncio.Queue[EngineCoreOutputs | EngineDeadError] = (
+            asyncio.Queue()
+        )
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        super().__init__(*args, **kwargs)
+
+    def _watch(self) -> None:
+        """Has the running loop read our socket and notice the end of the process."""
+        loop = asyncio.get_running_loop()
+        if self._loop is loop:
+            return
+        self._loop, self._inbox = loop, asyncio.Queue()
+        loop.add_reader(self._output.getsockopt(zmq.FD), self._drain)
+        loop.add_reader(self.process.sentinel, self._on_exit)
+        self._drain()
+
+    def _unwatch(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self._output.getsockopt(zmq.FD))
+            loop.remove_reader(self.process.sentinel)
+
+    def _drain(self) -> None:
+        # The socket's descriptor tells of changes only: read until nothing is left.
+        with contextlib.suppress(zmq.Again):
+            while not self._output.closed:
+                frames = self._output.recv_multipart(flags=zmq.NOBLOCK)
+                try:
+                    self._sort(self._decode(frames))
+                except EngineDeadError as error:
+                    self._end(error)
+
+    def _sort(self, news: EngineCoreOutputs) -> None:
+        answer = news.utility_output
+        if answer is None:
+            self._inbox.put_nowait(news)
+            return
+        call = self._calls.pop(answer.call_id, None)
+        if call is None or call.done():
+            return
+        try:
+            call.set_result(_result(answer))
+        except RuntimeError as error:
+            call.set_exception(error)
+
+    def _on_exit(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self.process.sentinel)
+        loop.call_later(_LAST_WORDS_S, self._after_exit)
+
+    def _after_exit(self) -> None:
+        self._drain()
+        if self._loop is not None:
+            self._end(self.dead_error())
+
+    def _end(self, error: EngineDeadError) -> None:
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
+        self._calls.clear()
+        self._inbox.put_nowait(error)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """The next news of requests. Raises EngineDeadError when the core is gone,
+        after everything that it had sent."""
+        self._watch()
+        news = await self._inbox.get()
+        if isinstance(news, EngineDeadError):
+            self._inbox.put_nowait(news)  # for whoever asks next
+            raise news
+        return news
+
+    async def call_async(self, method: str, *args: Any) -> Any:
+        """Runs a utility of the core. Raises RuntimeError with its message on
+        failure."""
+        self._watch()
+        call = asyncio.get_running_loop().create_future()
+        self._calls[self._send_call(method, args)] = call
+        return await call
+
+    def get_output(self) -> EngineCoreOutputs:
+        raise RuntimeError(
+            "an asynchronous client has no get_output: await the other one"
+        )
+
+    def call(self, method: str, *args: Any) -> Any:
+        raise RuntimeError("an asynchronous client has no call: await call_async")
+
+    def shutdown(self) -> None:
+        self._unwatch()
+        super().shutdown()

@@ -1,0 +1,75 @@
+"""From a caller's prompt to the core's requests: what both engines do on arrival."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.inputs import PromptType
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+
+class RequestFront:
+    """The part that both engines share: from a prompt to the core's requests."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, client: EngineCoreClient, tokenizer: Any
+    ) -> None:
+        self.client = client
+        self.input_processor = InputProcessor(vllm_config, tokenizer)
+        self.output_processor = OutputProcessor(
+            tokenizer, stream_interval=vllm_config.scheduler_config.stream_interval
+        )
+
+    def add(
+        self,
+        request_id: str,
+        prompt: PromptType,
+        params: SamplingParams,
+        queue: RequestOutputCollector | None = None,
+        **options: Any,
+    ) -> None:
+        """Checks a request and sends it to the core, as n requests where n
+        continuations are asked for. When this raises, nothing of it is left
+        anywhere."""
+        outputs = self.output_processor
+        outputs.check_is_new(request_id)
+        text, request = self.input_processor.process_inputs(
+            request_id, prompt, params, **options
+        )
+        complete = request.sampling_params
+        if complete is None or complete.n == 1:
+            pairs = [(request_id, complete)]
+            parent = None
+        else:
+            parent = ParentRequest(request_id, complete)
+            pairs = [
+                (c, parent.child_params(i)) for i, c in enumerate(parent.child_ids)
+            ]
+        try:
+            for index, (child_id, child_params) in enumerate(pairs):
+                request.request_id = child_id
+                request.sampling_params = child_params
+                outputs.add_request(request, text, parent, index, queue)
+                self.client.add_request(request)
+                request = _copy(request)
+        except BaseException:
+            self.abort([request_id])
+            raise
+
+    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """Ends requests; returns the last outputs of those without a queue."""
+        core_ids, last = self.output_processor.abort_requests(request_ids)
+        self.client.abort_requests(core_ids)
+        return last
+
+
+def _copy(request: Any) -> Any:
+    """Another message of the same content: an in-process core keeps the first one."""
+    return type(request)(
+        *(getattr(request, name) for name in request.__struct_fields__)
+    )
