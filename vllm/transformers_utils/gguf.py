@@ -6,6 +6,7 @@ over the mapped bytes, because the reader of the gguf package makes several smal
 objects per vocabulary entry (2 s for 49,152 tokens; this takes a few 10 ms).
 """
 
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -88,8 +89,7 @@ class GGUFFile:
     def raw_rows(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """The stored bytes as [rows, bytes of a row], mapped, read-only."""
         data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        rows = int(np.prod(tensor.shape[:-1], dtype=np.int64)) if tensor.shape else 1
-        return data.reshape(rows, -1)
+        return data.reshape(math.prod(tensor.shape[:-1]), -1)
 
     def dequantize(
         self, tensor: GGUFTensor, rows: slice | None = None
@@ -193,7 +193,7 @@ class GGUFFile:
                 "upgrade the gguf package or use another quantisation"
             ) from None
         per_block, block_bytes = GGML_QUANT_SIZES[kind]
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * block_bytes // per_block
+        num_bytes = math.prod(shape) * block_bytes // per_block
         if offset + num_bytes > len(self._bytes):
             raise ValueError(
                 f"GGUF file {self.path} is truncated: tensor {name!r} needs bytes "

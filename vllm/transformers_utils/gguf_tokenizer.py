@@ -12,7 +12,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers.pre_tokenizers import (
     ByteLevel,
     Digits,
-    Metaspace,
     PreTokenizer,
     Sequence,
     Split,
@@ -172,9 +171,13 @@ def _sentencepiece(
             byte_fallback=True,
         )
     )
+    # A text, and what follows a special token, starts with a space of its own.
     prefix = gguf.get("tokenizer.ggml.add_space_prefix", True)
-    tokenizer.pre_tokenizer = Metaspace(
-        replacement=_SPACE, prepend_scheme="first" if prefix else "never", split=False
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        if prefix
+        else spaces
     )
     steps = [
         decoders.Replace(_SPACE, " "),

@@ -4,11 +4,11 @@ Knows llama.cpp's tensor names and its row order for rotated projections; the bl
 formats are decoded by the gguf package.
 """
 
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from vllm.config import ModelConfig
@@ -84,7 +84,7 @@ class GGUFCheckpoint:
 
     def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
         """The values in the model's dtype and shape, in Hugging Face's row order."""
-        num_rows = int(np.prod(tensor.shape[:-1], dtype=np.int64))
+        num_rows = math.prod(tensor.shape[:-1])
         columns = tensor.shape[-1]
         out = torch.empty(num_rows, columns, dtype=self._dtype)
         step = max(1, _CHUNK_ELEMENTS // columns)
