@@ -134,3 +134,16 @@ raise SystemExit(above)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("spec", SAMPLES, ids=sample_id)
+def test_builtin_managers_exist(spec: KVCacheSpec) -> None:
+    manager = KVCacheSpecRegistry.get_manager_class(spec)
+    if isinstance(spec, EncoderOnlyAttentionSpec):
+        assert manager is None
+        return
+    assert manager is not None
+    assert manager.__name__ == MANAGERS[type(spec).__name__][0]
+    # Registering the class over its name is the same row, not a conflict.
+    base = KVCacheSpecRegistry.get_uniform_type_base_spec(spec)
+    KVCacheSpecRegistry.register(type(spec), manager, base)
