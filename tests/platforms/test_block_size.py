@@ -1,5 +1,6 @@
 """Block and page sizes come from every layer's own backend, through its hook."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,12 @@ from vllm.v1.attention.backends.flashinfer import FlashInferBackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.kv_formats import by_name
 
 BF16 = torch.bfloat16
@@ -22,16 +28,29 @@ BF16 = torch.bfloat16
 class Layer:
     """A registered layer: backend, heads, cache dtype."""
 
-    def __init__(self, backend, cache_dtype="auto", heads=8, head_size=128, mla=False):
+    def __init__(
+        self,
+        backend,
+        cache_dtype="auto",
+        heads=8,
+        head_size=128,
+        mla=False,
+        window=None,
+    ):
         self.backend, self.kv_cache_dtype = backend, cache_dtype
         self.heads, self.head_size, self.mla = heads, head_size, mla
+        self.window = window
 
     def get_attn_backend(self):
         return self.backend
 
     def get_kv_cache_spec(self, vllm_config):
         fmt = by_name(self.kv_cache_dtype)
-        spec = (MLAAttentionSpec if self.mla else FullAttentionSpec)(
+        if self.window is not None:
+            cls = partial(SlidingWindowSpec, sliding_window=self.window)
+        else:
+            cls = MLAAttentionSpec if self.mla else FullAttentionSpec
+        spec = cls(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.heads,
             head_size=self.head_size,
@@ -129,11 +148,18 @@ def test_a_fixed_block_size_is_kept_or_refused():
 def test_layers_of_unlike_formats_share_a_page(
     backend, cache_dtype, head_size, block_size, page, dense_first
 ):
-    dense = Layer(CPUAttentionBackend, head_size=head_size)
+    dense = Layer(CPUAttentionBackend, head_size=head_size, window=256)
     packed = Layer(backend, cache_dtype, head_size=head_size)
     layers = [dense, packed, packed] if dense_first else [packed, packed, dense]
     cache = settled(*layers)
     assert (cache.block_size, cache.skip_page_size_padded) == (block_size, page)
+
+
+def test_full_attention_layers_of_unlike_formats_keep_the_default_block():
+    dense = Layer(CPUAttentionBackend)
+    packed = Layer(CPUAttentionBackend, "turboquant_4bit_nc")
+    cache = settled(dense, packed, packed, dense)
+    assert (cache.block_size, cache.skip_page_size_padded) == (16, None)
 
 
 @pytest.mark.parametrize(

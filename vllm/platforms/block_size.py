@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     KVCacheSpecKind,
     MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
     get_kv_cache_spec_kind,
 )
 from vllm.v1.kv_formats import by_name
@@ -118,8 +119,13 @@ def share_page_with_states(vllm_config: VllmConfig, layers: list[LayerPages]) ->
 def share_page_between_formats(
     vllm_config: VllmConfig, layers: list[LayerPages]
 ) -> None:
-    """Grows blocks until layers of another KV cache dtype fit the same page."""
-    if len({layer.fmt.format_id for layer in layers}) < 2:
+    """Grows blocks until layers of another KV cache dtype fit the same page.
+
+    Layers of one uniform group need not: each has a tensor with pages of its own size.
+    """
+    specs = {layer.layer_name: layer.raw_spec for layer in layers}
+    one_format = len({layer.fmt.format_id for layer in layers}) < 2
+    if one_format or UniformTypeKVCacheSpecs.is_uniform_type(specs):
         return
     cache = vllm_config.cache_config
     state_page = cache.mamba_page_size_padded or 0

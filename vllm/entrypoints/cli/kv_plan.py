@@ -1,0 +1,147 @@
+"""`vllm kv-plan MODEL`: what the KV cache of a model costs, from its config alone."""
+
+import argparse
+import json
+import logging
+from dataclasses import replace
+
+import torch
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms import current_platform
+from vllm.platforms.block_size import attention_layers
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.mem_constants import GiB_bytes
+from vllm.utils.mem_utils import format_bytes, parse_size
+from vllm.v1.core.kv_cache_report import KVPlan, kv_plan
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_formats import all_formats
+from vllm.v1.page_planning import packed_spec
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def add_arguments(parser: FlexibleArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", nargs="?", default=DEFAULT_MODEL, help="model to plan for")
+    add("--memory", default=None, help="memory of the KV cache, for example 4GiB")
+    add("--all", action="store_true", help="compare every format")
+    add("--json", action="store_true", help="print JSON")
+    EngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    # The table says it all; start-up's lines would hide it.
+    logging.getLogger("vllm").setLevel(logging.WARNING)
+    engine_args = EngineArgs.from_cli_args(args)
+    engine_args.model = args.model
+    if args.memory is not None:
+        engine_args.kv_cache_memory_bytes = parse_size(args.memory)
+    elif engine_args.kv_cache_memory_bytes is None:
+        engine_args.kv_cache_memory_bytes = 4 * GiB_bytes
+    if args.all:
+        return _print_comparison(engine_args, args.json)
+    plan = plan_without_weights(engine_args)
+    if args.json:
+        print(json.dumps(plan.as_dict(), indent=2))
+    else:
+        print(describe(plan))
+    return 0
+
+
+def plan_without_weights(engine_args: EngineArgs) -> KVPlan:
+    """The plan that an engine with these arguments would make.
+
+    The model is built without storage, so each layer's own backend and hook are asked,
+    as at start-up. Raises ValueError for what the engine would refuse.
+    """
+    config = engine_args.create_engine_config()
+    _register_layers(config)
+    current_platform.update_block_size_for_backend(config)
+    layers = attention_layers(config)
+    specs = {
+        layer.layer_name: packed_spec(
+            layer.backend,
+            layer.raw_spec,
+            layer.fmt,
+            layer.layer_name,
+            layer.model_dtype,
+        )
+        for layer in layers
+    }
+    memory = config.cache_config.kv_cache_memory_bytes
+    plans = get_kv_cache_configs(
+        config,
+        [specs],
+        [memory],
+        layer_formats={layer.layer_name: layer.fmt.format_id for layer in layers},
+    )
+    names = {layer.layer_name: layer.backend.get_name() for layer in layers}
+    return kv_plan(config, plans[0], names)
+
+
+def _register_layers(config: VllmConfig) -> None:
+    """Builds the model on the meta device: its layers register, no weight is stored."""
+    model_cls, _ = ModelRegistry.resolve_model_cls(config.model_config.architectures)
+    with set_current_vllm_config(config), torch.device("meta"):
+        model_cls(vllm_config=config)
+
+
+def describe(plan: KVPlan) -> str:
+    """A plan as text: a row per layer group, then what fits."""
+    header = (
+        f"{'layers':12} {'format':26} {'backend':10} {'spec':20} {'H':>3} {'N':>4} "
+        f"{'C':>5} {'page bytes':>11} {'bytes/token':>12} {'of bf16':>8}"
+    )
+    lines = [header]
+    for g in plan.groups:
+        share = g.bytes_per_token / g.dense_bytes_per_token
+        lines.append(
+            f"{g.layers:12} {g.format_id:26} {g.backend:10} {g.spec:20} "
+            f"{g.head_slots:3} {g.num_states:4} {g.state_bytes:5} {g.page_bytes:11,} "
+            f"{g.bytes_per_token:12,.0f} {share:8.1%}"
+        )
+    lines.append(
+        f"\nall layers: {plan.bytes_per_token:,.0f} bytes per token, "
+        f"{plan.saving:.2f}x the tokens of bf16\n"
+        f"pool: {format_bytes(plan.pool_bytes)} = {plan.num_blocks:,} blocks of "
+        f"{plan.block_size} tokens\n"
+        f"KV cache size: {plan.capacity_tokens:,} tokens; maximum concurrency for "
+        f"{plan.max_model_len:,} tokens per request: {plan.max_concurrency:.2f}x"
+    )
+    return "\n".join(lines)
+
+
+def _print_comparison(engine_args: EngineArgs, as_json: bool) -> int:
+    """One row per accepted format; refusals are rows with their reason."""
+    rows = []
+    for fmt in all_formats():
+        wanted = replace(engine_args, kv_cache_dtype=fmt.name)
+        try:
+            rows.append((fmt.name, plan_without_weights(wanted), ""))
+        except ValueError as error:
+            rows.append((fmt.name, None, str(error).splitlines()[0]))
+    if as_json:
+        table = {
+            name: {"refused": reason} if plan is None else plan.as_dict()
+            for name, plan, reason in rows
+        }
+        print(json.dumps(table, indent=2))
+        return 0
+    print(
+        f"{'format':22} {'bytes/token':>12} {'vs bf16':>8} {'tokens':>12} "
+        f"{'concurrency':>12}  layers kept dense"
+    )
+    for name, plan, reason in rows:
+        if plan is None:
+            print(f"{name:22} refused: {reason}")
+            continue
+        dense = [g.layers for g in plan.groups if g.format_id != plan.format_id]
+        print(
+            f"{name:22} {plan.bytes_per_token:12,.0f} {plan.saving:7.2f}x "
+            f"{plan.capacity_tokens:12,} {plan.max_concurrency:11.2f}x  "
+            f"{' '.join(dense)}"
+        )
+    return 0
