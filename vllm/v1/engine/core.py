@@ -170,7 +170,11 @@ class EngineCore:
         model_ran = False
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
-            computed = self.model_executor.execute_model(scheduled)
+            try:
+                computed = self.model_executor.execute_model(scheduled)
+            except BaseException:
+                self._abandon_step()
+                raise
             outputs = self.scheduler.update_from_output(scheduled, computed)
             model_ran = scheduled.total_num_scheduled_tokens > 0
             if not model_ran and self.scheduler.get_num_unfinished_requests():
@@ -178,6 +182,11 @@ class EngineCore:
         if self._failures:
             self._add_failures(outputs)
         return outputs, model_ran
+
+    def _abandon_step(self) -> None:
+        """Takes back a step that did not end, when Ctrl-C came in between: its blocks
+        are known by their hashes already, and hold nothing of what these promise."""
+        self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def _add_failures(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         for client, failures in self._failures.items():

@@ -108,7 +108,10 @@ class LLMEngine:
         return self._front.abort(request_ids)
 
     def step(self) -> list[RequestOutput]:
-        """One step of the core; the outputs that are due after it."""
+        """One step of the core; the outputs that are due after it. Nothing happens when
+        no request is unfinished."""
+        if not self.has_unfinished_requests():
+            return []
         news = self.engine_core.get_output()
         stats = IterationStats() if self.log_stats else None
         processed = self.output_processor.process_outputs(
