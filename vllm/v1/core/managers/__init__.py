@@ -1,0 +1,1 @@
+"""One manager for each kind of KV cache group."""

@@ -1,0 +1,203 @@
+"""The scheduler's side of a KV connector: external hits, loads under way, late frees.
+
+Knows which requests wait for transfers. Knows nothing of bytes. Without a connector every
+answer is "nothing".
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm.config import VllmConfig
+from vllm.utils.import_utils import resolve
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+
+class SchedulerConnector(Protocol):
+    """What a connector answers on the scheduler's side."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]: ...
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None: ...
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any: ...
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]: ...
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None: ...
+
+    def take_events(self) -> Iterable[Any]: ...
+
+    def reset_cache(self) -> bool | None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExternalHit:
+    """Tokens right after the local hit that a connector can load; `load_async` when the
+    request has to wait for them outside of any step."""
+
+    num_tokens: int = 0
+    load_async: bool = False
+
+
+NO_EXTERNAL_HIT = ExternalHit()
+
+
+class KVTransfer:
+    """Asks the connector and remembers what it owes.
+
+    `finished_recving` and `failed_recving` name requests whose load is over and not yet
+    acted upon; `awaited` counts, for finished requests, the transfers that still use
+    their blocks.
+    """
+
+    def __init__(
+        self, connector: SchedulerConnector | None, kv_cache_manager: KVCacheManager
+    ) -> None:
+        self.connector = connector
+        self.kv_cache_manager = kv_cache_manager
+        self.finished_recving: set[str] = set()
+        self.failed_recving: set[str] = set()
+        self.awaited: Counter[str] = Counter()
+        self.stats = PrefixCacheStats()
+        self._tell("bind_gpu_block_pool", kv_cache_manager.block_pool)
+        self._tell("bind_kv_cache_manager", kv_cache_manager)
+
+    def _tell(self, hook: str, argument: Any) -> None:
+        """Calls a hook that connectors may leave out."""
+        method = getattr(self.connector, hook, None)
+        if method is not None:
+            method(argument)
+
+    def on_new_request(self, request: Request) -> None:
+        self._tell("on_new_request", request)
+
+    def find(self, request: Request, num_local_tokens: int) -> ExternalHit | None:
+        """What can be loaded beyond the local hit; None when the connector wants to be
+        asked again later. A request whose load failed once is not loaded again, and one
+        that wants every token computed is never."""
+        if self.connector is None or request.skip_external_cache:
+            return NO_EXTERNAL_HIT
+        if request.skip_reading_prefix_cache:
+            return NO_EXTERNAL_HIT
+        num_tokens, load_async = self.connector.get_num_new_matched_tokens(
+            request, num_local_tokens
+        )
+        if num_tokens is None:
+            return None
+        # The last token is computed here in any case: a load within the step leaves it
+        # out, one outside may bring it along.
+        room = request.num_tokens - num_local_tokens
+        num_tokens = min(num_tokens, room if load_async else room - 1)
+        if num_tokens <= 0:
+            return NO_EXTERNAL_HIT
+        return ExternalHit(num_tokens=num_tokens, load_async=load_async)
+
+    def allocated(self, request: Request, num_local: int, num_external: int) -> None:
+        """Tells the connector that an admitted request has its blocks."""
+        if self.connector is None:
+            return
+        blocks = self.kv_cache_manager.get_blocks(request.request_id)
+        self.connector.update_state_after_alloc(request, blocks, num_external)
+        if not request.skip_reading_prefix_cache:
+            self.stats.record(
+                num_tokens=request.num_tokens - num_local,
+                num_hits=num_external,
+                preempted=request.num_preemptions > 0,
+            )
+
+    def build_meta(self, output: SchedulerOutput) -> Any:
+        """What the workers' connectors do in this step, or None."""
+        if self.connector is None:
+            return None
+        return self.connector.build_connector_meta(output)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        """Whether a transfer still reads the request's blocks, and what its client is
+        told about it."""
+        if self.connector is None:
+            return False, None
+        block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
+        all_groups = getattr(self.connector, "request_finished_all_groups", None)
+        if all_groups is not None:
+            delay, params = all_groups(request, block_ids)
+        elif len(block_ids) == 1:
+            delay, params = self.connector.request_finished(request, block_ids[0])
+        else:
+            raise ValueError(
+                f"{type(self.connector).__name__} serves one KV cache group, not "
+                f"{len(block_ids)}: pass --disable-hybrid-kv-cache-manager"
+            )
+        return bool(delay and any(block_ids)), params
+
+    def hold(self, request_id: str, num_transfers: int) -> None:
+        """Notes that transfers still use the blocks of a finished request."""
+        self.awaited[request_id] += num_transfers
+
+    def release(self, request_id: str) -> bool:
+        """Notes the end of one of them; says whether it was the last."""
+        if request_id not in self.awaited:
+            return False
+        self.awaited[request_id] -= 1
+        if self.awaited[request_id] > 0:
+            return False
+        del self.awaited[request_id]
+        return True
+
+    def take_events(self) -> list[Any]:
+        if self.connector is None:
+            return []
+        return list(self.connector.take_events() or ())
+
+    def take_stats(self) -> PrefixCacheStats | None:
+        """External look-ups since the last call; None without a connector."""
+        if self.connector is None:
+            return None
+        stats, self.stats = self.stats, PrefixCacheStats()
+        return stats
+
+    def has_pending_work(self) -> bool:
+        """Says whether the connector needs further steps though no request does."""
+        checks = ("has_pending_push_work", "has_pending_block_frees")
+        return self.connector is not None and any(
+            getattr(self.connector, name, lambda: False)() for name in checks
+        )
+
+    def reset_cache(self) -> bool:
+        """Empties the connector's own cache. True without a connector; False when the
+        connector says that it did not."""
+        return self.connector is None or self.connector.reset_cache() is not False
+
+    def shutdown(self) -> None:
+        if self.connector is not None:
+            self.connector.shutdown()
+
+
+def create_connector(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> SchedulerConnector | None:
+    """The scheduler side of the configured connector, or None."""
+    config = vllm_config.kv_transfer_config
+    if config is None or not config.is_kv_transfer_instance:
+        return None
+    package = "vllm.distributed.kv_transfer.kv_connector"
+    factory = resolve(f"{package}.factory:KVConnectorFactory")
+    role = resolve(f"{package}.v1.base:KVConnectorRole").SCHEDULER
+    connector: SchedulerConnector = factory.create_connector(
+        vllm_config, role, kv_cache_config
+    )
+    return connector
