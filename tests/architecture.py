@@ -9,9 +9,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from vllm.v1.kv_formats import all_formats
 from vllm.v1.kv_formats.mode import CACHE_DTYPES
 
+# Elements of a DeepSeek latent with its rope part.
+DS_LATENT = 576
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "vllm"
 
@@ -43,6 +47,7 @@ LAYERS = {
     "vllm.v1.attention": 5,
     "vllm.v1.attention.backends.registry": 2,  # a table of names
     "vllm.distributed": 6,
+    "vllm.v1.request": 7,
     "vllm.v1.core": 7,
     "vllm.v1.structured_output": 7,
     "vllm.model_executor": 8,
@@ -70,6 +75,7 @@ SPEC_CLASS_READERS = (
     "vllm/v1/core/kv_cache_planning",
     "vllm/v1/core/kv_cache_grouping",
     "vllm/v1/core/kv_cache_capacity",
+    "vllm/v1/core/kv_cache_report",
     "vllm/v1/core/kv_cache_tensors",
     "vllm/v1/core/kv_cache_unification",
     "vllm/v1/core/single_type_kv_cache_manager",
@@ -80,7 +86,14 @@ HOOK_CALLER = "vllm/v1/page_planning.py"
 # Names of dtypes that mean the same to models and caches are not cache-dtype parsing.
 _PLAIN_DTYPES = {"auto", "float16", "bfloat16", "float32"}
 _CACHE_WORDS = set(CACHE_DTYPES) - _PLAIN_DTYPES
-_CACHE_PREFIXES = ("fp8", "nvfp4", "turboquant", "int4_per", "int8_per", "per_token_head")
+_CACHE_PREFIXES = (
+    "fp8",
+    "nvfp4",
+    "turboquant",
+    "int4_per",
+    "int8_per",
+    "per_token_head",
+)
 _FORMAT_BLIND = re.compile(r"mla|mamba|quant", re.IGNORECASE)
 
 
@@ -91,13 +104,13 @@ def sources() -> Iterator[tuple[str, str]]:
 
 
 def record_sizes() -> set[int]:
-    """Bytes of one state of the opaque and packed formats at common head sizes."""
+    """Bytes of one state of the latent and packed formats at common head sizes."""
     sizes = set()
     for fmt in all_formats():
         if fmt.latent:
-            sizes.add(fmt.record_bytes)
+            sizes.add(fmt.packing(1, DS_LATENT, 0, torch.bfloat16).state_bytes)
         elif fmt.mode.is_turboquant or fmt.mode.is_per_token_head:
-            sizes.add(fmt.packing(1, 128, 128).state_bytes)
+            sizes.add(fmt.packing(1, 128, 128, torch.bfloat16).state_bytes)
     return {size for size in sizes if size & (size - 1)}
 
 
@@ -171,7 +184,7 @@ def _module(path: str) -> str:
 
 def layer_of(module: str) -> int:
     """The layer of a module, by the longest matching prefix."""
-    for key in (module, f"{module}.__init__"):
+    for key in (f"{module}.__init__", module):
         if key in LAYERS:
             return LAYERS[key]
     parts = module.removesuffix(".__init__").split(".")

@@ -205,7 +205,9 @@ class ModelConfig:
     def generation_defaults(self) -> dict[str, Any]:
         """The checkpoint's generation settings, overridden by the user's."""
         settings = (
-            {} if self.generation_config == "vllm" else get_generation_config(self.source)
+            {}
+            if self.generation_config == "vllm"
+            else get_generation_config(self.source)
         )
         return {**settings, **self.override_generation_config}
 

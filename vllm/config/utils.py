@@ -21,7 +21,9 @@ def config(cls: type[T] | None = None, **settings: Any) -> Any:
     return wrap if cls is None else wrap(cls)
 
 
-def warn_unused(owner: str, logger_warning: Callable[..., None], names: list[str]) -> None:
+def warn_unused(
+    owner: str, logger_warning: Callable[..., None], names: list[str]
+) -> None:
     """Says once which accepted fields have no part of the engine behind them."""
     if names:
         logger_warning(

@@ -72,7 +72,9 @@ class VllmConfig:
     @property
     def max_in_flight_tokens(self) -> int:
         """Tokens scheduled whose results are not back yet, at most."""
-        return self.max_concurrent_batches * self.scheduler_config.max_num_batched_tokens
+        return (
+            self.max_concurrent_batches * self.scheduler_config.max_num_batched_tokens
+        )
 
     @property
     def kv_transfer_is_on(self) -> bool:

@@ -200,7 +200,9 @@ class EngineArgs:
             for part in str(entry).split(",")
             if part.strip()
         ]
-        values.update(cache_dtype=self.kv_cache_dtype, kv_cache_dtype_skip_layers=layers)
+        values.update(
+            cache_dtype=self.kv_cache_dtype, kv_cache_dtype_skip_layers=layers
+        )
         return CacheConfig(**values)
 
     def _scheduler_config(self, max_model_len: int) -> SchedulerConfig:
@@ -214,7 +216,9 @@ class EngineArgs:
         if seqs is None:
             seqs = min(SchedulerConfig.DEFAULT_MAX_NUM_SEQS, tokens)
         values.update(
-            max_num_batched_tokens=tokens, max_num_seqs=seqs, policy=self.scheduling_policy
+            max_num_batched_tokens=tokens,
+            max_num_seqs=seqs,
+            policy=self.scheduling_policy,
         )
         return SchedulerConfig(max_model_len=max(max_model_len, 1), **values)
 

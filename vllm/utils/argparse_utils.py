@@ -33,7 +33,9 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
-        words = self._fold_dotted([self._dashed(word) for word in self._with_file(words)])
+        words = self._fold_dotted(
+            [self._dashed(word) for word in self._with_file(words)]
+        )
         return super().parse_known_args(words, namespace)
 
     @staticmethod

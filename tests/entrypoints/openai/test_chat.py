@@ -139,9 +139,7 @@ def test_a_client_that_leaves_frees_its_request(
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         next(response.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
-        http.post(
-            "/v1/chat/completions", json={**body, "stream": False}, timeout=0.5
-        )
+        http.post("/v1/chat/completions", json={**body, "stream": False}, timeout=0.5)
     for _ in range(100):
         text = http.get("/metrics").text
         running = [
@@ -202,7 +200,9 @@ def test_an_unfinished_message_is_continued(http: httpx.Client) -> None:
         "echo": True,
     }
     answer = http.post("/v1/chat/completions", json=body).json()
-    assert answer["choices"][0]["message"]["content"].startswith("The capital of France")
+    assert answer["choices"][0]["message"]["content"].startswith(
+        "The capital of France"
+    )
 
 
 def test_stream_lines_are_server_sent_events(http: httpx.Client) -> None:

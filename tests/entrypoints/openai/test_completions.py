@@ -24,10 +24,14 @@ def test_default_length_is_sixteen_tokens(http: httpx.Client) -> None:
 
 def test_token_ids_equal_their_text(client: OpenAI, http: httpx.Client) -> None:
     ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
-    assert complete(client, prompt=ids).choices[0].text == complete(client).choices[0].text
+    assert (
+        complete(client, prompt=ids).choices[0].text == complete(client).choices[0].text
+    )
 
 
-def test_batched_prompts_are_answered_in_order(client: OpenAI, http: httpx.Client) -> None:
+def test_batched_prompts_are_answered_in_order(
+    client: OpenAI, http: httpx.Client
+) -> None:
     prompts = [PROMPT, "Two plus two is", "Once upon a time"]
     single = [complete(client, prompt=p).choices[0].text for p in prompts]
     batch = complete(client, prompt=prompts)

@@ -113,7 +113,12 @@ def test_request_ids_are_echoed(http: httpx.Client) -> None:
 
 
 def test_start_up_tells_what_was_chosen(server: RemoteServer) -> None:
-    for words in ("CPU_ATTN", "bytes per token", "KV cache size", "Maximum concurrency"):
+    for words in (
+        "CPU_ATTN",
+        "bytes per token",
+        "KV cache size",
+        "Maximum concurrency",
+    ):
         assert words in server.log, words
 
 

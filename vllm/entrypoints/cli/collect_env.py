@@ -13,7 +13,14 @@ from vllm.utils.mem_utils import format_bytes, total_memory_bytes
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.version import __version__
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "gguf", "triton", "flashinfer-python")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "gguf",
+    "triton",
+    "flashinfer-python",
+)
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
@@ -21,8 +28,10 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    kernels = cpu_kernels.isa() if cpu_kernels.available() else (
-        f"not built ({cpu_kernels.why_unavailable()})"
+    kernels = (
+        cpu_kernels.isa()
+        if cpu_kernels.available()
+        else (f"not built ({cpu_kernels.why_unavailable()})")
     )
     rows = {
         "vllm": __version__,

@@ -17,8 +17,8 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.model_tag and args.model and args.model_tag != args.model:
         raise ValueError(
-            f"two models given, {args.model_tag!r} and --model {args.model!r}: leave one "
-            "out"
+            f"two models given, {args.model_tag!r} and --model {args.model!r}: leave "
+            "one out"
         )
     args.model = args.model_tag or args.model or DEFAULT_MODEL
     asyncio.run(run_server(args))

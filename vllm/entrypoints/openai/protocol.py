@@ -223,7 +223,9 @@ class GenerationRequest(OpenAIModel):
         if self.logit_bias is None:
             return None
         try:
-            return {int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()}
+            return {
+                int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()
+            }
         except ValueError:
             raise VLLMValidationError(
                 f"logit_bias keys must be token ids, got {list(self.logit_bias)}",
@@ -267,7 +269,8 @@ class CompletionRequest(GenerationRequest):
             )
         if self.logprobs is not None and self.logprobs < 0:
             raise VLLMValidationError(
-                f"logprobs must be at least 0, got {self.logprobs}", parameter="logprobs"
+                f"logprobs must be at least 0, got {self.logprobs}",
+                parameter="logprobs",
             )
         if self.max_tokens == 0 and not self.echo:
             raise VLLMValidationError(
@@ -467,7 +470,9 @@ class TokenizeRequest(OpenAIModel):
     @model_validator(mode="after")
     def _one_input(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise VLLMValidationError("give either prompt or messages", parameter="prompt")
+            raise VLLMValidationError(
+                "give either prompt or messages", parameter="prompt"
+            )
         return self
 
 

@@ -95,9 +95,11 @@ class ServingContext:
             asked = "" if wanted is None else f" and {wanted} tokens to generate"
             raise VLLMValidationError(
                 f"This model's maximum context length is {limit} tokens. However, the "
-                f"request has a prompt of {prompt_len} tokens{asked}: shorten the prompt "
-                "or lower max_tokens.",
-                parameter="max_tokens" if wanted is not None and room >= 1 else "prompt",
+                f"request has a prompt of {prompt_len} tokens{asked}: shorten the "
+                "prompt or lower max_tokens.",
+                parameter="max_tokens"
+                if wanted is not None and room >= 1
+                else "prompt",
                 value=prompt_len,
             )
         if wanted is not None:
@@ -151,14 +153,16 @@ class ServingContext:
     def usage(
         self, prompt_tokens: int, completion_tokens: int, cached_tokens: int | None
     ) -> UsageInfo:
-        """Token counts of an answer; cached tokens only where the server reports them."""
+        """Token counts of an answer; cached tokens where the server reports them."""
         usage = UsageInfo(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
         )
         if self.enable_prompt_tokens_details and cached_tokens is not None:
-            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
+            usage.prompt_tokens_details = PromptTokensDetails(
+                cached_tokens=cached_tokens
+            )
         return usage
 
 
@@ -197,9 +201,7 @@ async def merge(
     }
     try:
         while waiting:
-            done, _ = await asyncio.wait(
-                waiting, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for future in done:
                 i = waiting.pop(future)
                 try:

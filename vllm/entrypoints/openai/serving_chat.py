@@ -136,7 +136,9 @@ class _Answer:
                 logprobs=self._logprobs(out),
                 finish_reason=out.finish_reason,
                 stop_reason=out.stop_reason,
-                token_ids=list(out.token_ids) if self.request.return_token_ids else None,
+                token_ids=list(out.token_ids)
+                if self.request.return_token_ids
+                else None,
             )
             for out in outs
         ]
@@ -196,7 +198,9 @@ class _Answer:
     def _usage(self, generated: dict[int, int], cached: int) -> UsageInfo:
         return self.context.usage(len(self.ids), sum(generated.values()), cached)
 
-    def _running_usage(self, generated: dict[int, int], cached: int) -> UsageInfo | None:
+    def _running_usage(
+        self, generated: dict[int, int], cached: int
+    ) -> UsageInfo | None:
         if not self.request.continuous_usage:
             return None
         return self._usage(generated, cached)
@@ -212,7 +216,7 @@ class _Answer:
         return f"data: {chunk.model_dump_json(exclude_none=False)}\n\n"
 
     def _logprobs(self, out: CompletionOutput) -> ChatLogProbs | None:
-        """Logprobs of the generated tokens with the `top_logprobs` likeliest of each."""
+        """Logprobs of the generated tokens, each with its `top_logprobs` likeliest."""
         if not self.request.logprobs or out.logprobs is None:
             return None
         limit = self.request.top_logprobs or 0
@@ -220,14 +224,18 @@ class _Answer:
         for token, entry in zip(out.token_ids, out.logprobs, strict=True):
             chosen = self._top(token, entry[token])
             ranked = sorted(entry.items(), key=lambda pair: pair[1].rank or 0)
-            top = [self._top(t, item) for t, item in ranked if (item.rank or 0) <= limit]
+            top = [
+                self._top(t, item) for t, item in ranked if (item.rank or 0) <= limit
+            ]
             content.append(
                 ChatLogProbContent(**chosen.model_dump(), top_logprobs=top[:limit])
             )
         return ChatLogProbs(content=content)
 
     def _top(self, token: int, item: Logprob) -> ChatTopLogProb:
-        text = self.context.token_text(token, item, self.context.shows_ids(self.request))
+        text = self.context.token_text(
+            token, item, self.context.shows_ids(self.request)
+        )
         return ChatTopLogProb(
             token=text,
             logprob=max(item.logprob, _LOGPROB_FLOOR),

@@ -51,7 +51,7 @@ class CompletionServer:
 
 
 class _Answer:
-    """The work on one request: its prompts, their streams and the choices made of them."""
+    """The work on one request: its prompts, their streams and the choices from them."""
 
     def __init__(self, context: ServingContext, request: CompletionRequest) -> None:
         self.context, self.request = context, request

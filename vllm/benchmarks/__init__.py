@@ -1,0 +1,1 @@
+"""Measurements behind `vllm bench`: speed and accuracy, never asserted in tests."""

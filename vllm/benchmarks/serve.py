@@ -1,0 +1,108 @@
+"""`vllm bench serve`: a running server under load, measured by a streaming client."""
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+
+import httpx
+from tqdm.asyncio import tqdm
+
+from vllm.benchmarks.workload import Workload, summary
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+
+@dataclass
+class Timing:
+    """Seconds of one request: to its first token, and between the following ones."""
+
+    first: float = 0.0
+    total: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+def add_arguments(parser: FlexibleArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000", help="server")
+    add("--model", default=None, help="model; default: the first that is served")
+    add("--num-prompts", type=int, default=64, help="requests")
+    add("--input-len", type=int, default=128, help="tokens of a prompt")
+    add("--output-len", type=int, default=64, help="tokens to generate")
+    add("--prefix-len", type=int, default=0, help="tokens that all prompts share")
+    add("--concurrency", type=int, default=16, help="requests at once")
+    add("--vocab-size", type=int, default=30_000, help="token ids are below this")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = asyncio.run(measure(args))
+    if args.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        for name, value in figures.items():
+            print(f"{name:22} {value}")
+    return 0
+
+
+async def measure(args: argparse.Namespace) -> dict[str, object]:
+    """Sends all requests, at most `concurrency` at once, and sums up their timings."""
+    load = Workload(
+        num_prompts=args.num_prompts,
+        input_len=args.input_len,
+        output_len=args.output_len,
+        prefix_len=args.prefix_len,
+    )
+    gate = asyncio.Semaphore(args.concurrency)
+    async with httpx.AsyncClient(base_url=args.url, timeout=None) as client:
+        model = args.model
+        if model is None:
+            models = (await client.get("/v1/models")).json()
+            model = models["data"][0]["id"]
+
+        async def one(ids: list[int]) -> Timing:
+            async with gate:
+                return await _request(client, model, ids, load.output_len)
+
+        start = time.perf_counter()
+        prompts = load.prompts(args.vocab_size)
+        timings = await tqdm.gather(*(one(p["prompt_token_ids"]) for p in prompts))
+        seconds = time.perf_counter() - start
+    return {
+        "requests_per_s": len(timings) / seconds,
+        "output_tokens_per_s": sum(t.tokens for t in timings) / seconds,
+        "time_to_first_token_s": summary([t.first for t in timings]),
+        "inter_token_latency_s": summary([g for t in timings for g in t.gaps]),
+        "request_latency_s": summary([t.total for t in timings]),
+    }
+
+
+async def _request(
+    client: httpx.AsyncClient, model: str, ids: list[int], output_len: int
+) -> Timing:
+    body = {
+        "model": model,
+        "prompt": ids,
+        "max_tokens": output_len,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    timing, start = Timing(), time.perf_counter()
+    last = start
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ValueError(f"{response.status_code}: {await response.aread()!r}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            now = time.perf_counter()
+            if timing.tokens == 0:
+                timing.first = now - start
+            else:
+                timing.gaps.append(now - last)
+            last = now
+            timing.tokens += 1
+    timing.total = time.perf_counter() - start
+    return timing

@@ -1,0 +1,41 @@
+"""`vllm bench startup`: seconds from a fresh process to an engine that is ready."""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+from tqdm.auto import tqdm
+
+from vllm.benchmarks.workload import summary
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+_CODE = "import sys; from vllm import LLM; LLM(sys.argv[1], kv_cache_dtype=sys.argv[2])"
+
+
+def add_arguments(parser: FlexibleArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m", help="model to load")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="KV format")
+    parser.add_argument("--runs", type=int, default=5, help="counted runs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    seconds = []
+    for _ in tqdm(range(args.runs), desc="starts"):
+        start = time.perf_counter()
+        command = [sys.executable, "-c", _CODE, args.model, args.kv_cache_dtype]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        seconds.append(time.perf_counter() - start)
+    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    figures = {"seconds": summary(seconds), "peak_memory_mib": peak_kib / 1024}
+    if args.json:
+        print(json.dumps(figures, indent=2))
+    else:
+        print(
+            f"start-up: median {figures['seconds']['median']:.2f} s over "
+            f"{args.runs} processes, peak memory {figures['peak_memory_mib']:.0f} MiB"
+        )
+    return 0

@@ -1,0 +1,58 @@
+"""Synthetic requests of fixed lengths, and the figures that every benchmark reports."""
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm.inputs import TokensPrompt
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+# Ordinary tokens only: the first ids of most vocabularies are control tokens.
+_FIRST_ID = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """`num_prompts` prompts of `input_len` tokens, `prefix_len` of them shared."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    prefix_len: int = 0
+    seed: int = 0
+
+    def prompts(self, vocab_size: int) -> list[TokensPrompt]:
+        """Random token ids, equal for equal seeds."""
+        rng = random.Random(self.seed)
+        ids = range(min(_FIRST_ID, vocab_size // 2), vocab_size)
+        shared = rng.choices(ids, k=self.prefix_len)
+        own = self.input_len - self.prefix_len
+        return [
+            TokensPrompt(prompt_token_ids=shared + rng.choices(ids, k=own))
+            for _ in range(self.num_prompts)
+        ]
+
+
+def add_workload_arguments(
+    parser: FlexibleArgumentParser, num_prompts: int, input_len: int, output_len: int
+) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2-135m", help="model to measure")
+    add("--num-prompts", type=int, default=num_prompts, help="requests")
+    add("--input-len", type=int, default=input_len, help="tokens of a prompt")
+    add("--output-len", type=int, default=output_len, help="tokens to generate")
+    add("--prefix-len", type=int, default=0, help="tokens that all prompts share")
+    add("--json", action="store_true", help="print JSON")
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, mean and the 99th percentile, in the unit of the values."""
+    if not values:
+        return {"median": 0.0, "mean": 0.0, "p99": 0.0}
+    ordered = sorted(values)
+    return {
+        "median": statistics.median(ordered),
+        "mean": statistics.fmean(ordered),
+        "p99": ordered[min(len(ordered) - 1, round(0.99 * (len(ordered) - 1)))],
+    }
