@@ -218,6 +218,8 @@ class KVFormat(ABC):
         layout = self.layout(key.shape[-1], _size_v(value), key.dtype)
         self._check_heads(pages, layout, key.shape[1])
         slots, key, value = _drop_skipped(slot_mapping, key, value)
+        if slots.numel() == 0:
+            return
         fields = self.encode(key, value, scales)
         for side, plane in layout.planes():
             records = layout.pack(fields, side, plane)

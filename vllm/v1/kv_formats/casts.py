@@ -6,7 +6,8 @@ that the bytes of a state never depend on the batch it was encoded in.
 
 import torch
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
+# Inputs are held below this, so that rounding up on the way back stays finite.
+INPUT_LIMIT = 2.0**127
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 # Magnitudes of the e2m1 codes 0..7; bit 3 is the sign.
@@ -35,14 +36,14 @@ def saturate(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return x
     limit = torch.finfo(dtype).max
     if torch.finfo(x.dtype).max > limit:
-        x = x.clamp(-limit, limit)
+        # In float32: bfloat16 cannot express the largest float16.
+        x = x.float().clamp(-limit, limit)
     return x.to(dtype)
 
 
-def finite(x: torch.Tensor, limit: float = FLOAT32_MAX) -> torch.Tensor:
-    """Float32 with NaN as 0 and everything clamped to +-limit."""
-    out = torch.nan_to_num(x.float(), nan=0.0, posinf=limit, neginf=-limit)
-    return out if limit >= FLOAT32_MAX else out.clamp_(-limit, limit)
+def finite(x: torch.Tensor, limit: float = INPUT_LIMIT) -> torch.Tensor:
+    """A float32 copy with NaN as 0 and everything clamped to +-limit."""
+    return x.float().clamp(-limit, limit).nan_to_num_(nan=0.0)
 
 
 def tree_sum(x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     shape, block = x.shape, block_size(x.shape[-1])
     step = 1
     while step < block:
-        pairs = x.reshape(*shape[:-1], -1, 2, step)
+        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * step), 2, step)
         low, high = pairs.unbind(-2)
         x = torch.stack((low + high, low - high), dim=-2)
         step *= 2
