@@ -190,20 +190,22 @@ def smollm2_hf() -> LlamaForCausalLM:
     return model
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["The capital of France is", "def fibonacci(n):\n    if n < 2:\n        return"],
-)
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n    if n < 2:\n        return",
+]
+
+
 @torch.inference_mode()
-def test_smollm2_gives_hugging_faces_next_tokens(
-    text: str, smollm2_hf: LlamaForCausalLM
-) -> None:
+def test_smollm2_gives_hugging_faces_next_tokens(smollm2_hf: LlamaForCausalLM) -> None:
     config = engine_config("smollm2-135m")
     ours = get_model(vllm_config=config)
     embedding = ours.model.embed_tokens.weight
     assert torch.equal(embedding, smollm2_hf.model.embed_tokens.weight)
-    ids = get_tokenizer(config.model_config.source)(text).input_ids
-    found = PagedRunner(ours, config, len(ids)).step(ids)
-    expected = smollm2_hf(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    tokenizer = get_tokenizer(config.model_config.source)
+    for text in PROMPTS:
+        ids = tokenizer(text).input_ids
+        found = PagedRunner(ours, config, len(ids)).step(ids)
+        expected = smollm2_hf(torch.tensor([ids])).logits[0]
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        assert torch.equal(found.argmax(-1), expected.argmax(-1))
