@@ -94,7 +94,7 @@ def test_constant_vectors_survive(fmt: KVFormat, constant: float) -> None:
         got_key, got_value = fmt.roundtrip(key, value)
         assert torch.isfinite(got_key).all() and torch.isfinite(got_value).all()
         # A constant key is the worst case of a rotation without signs: one spike.
-        assert _rms(got_key - key) <= 0.8 * abs(constant) + 1e-6, sizes
+        assert _rms(got_key - key) <= 0.9 * abs(constant) + 1e-6, sizes
         if value is not None:
             assert _rms(got_value - value) <= 0.3 * abs(constant) + 1e-6, sizes
 

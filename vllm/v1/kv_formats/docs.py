@@ -70,7 +70,8 @@ one: whatever is said about NaN and infinities below is about the vector they ar
 
 Rotated keys of TurboQuant suit vectors whose energy is spread. The worst case is a key
 with equal elements: it becomes one large coordinate, which a codebook for spread
-vectors clips, and about a quarter of its direction is lost with 3 bits."""
+vectors clips. Its length stays, its direction suffers: the more, the larger the head
+and the fewer the bits."""
 
 
 def _row(cells: list[str]) -> str:
