@@ -220,6 +220,20 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         layer(config_with(), num_kv_heads=3)
 
 
+def test_a_shared_cache_must_belong_to_an_earlier_layer() -> None:
+    config = config_with()
+    with pytest.raises(ValueError, match="built before"):
+        layer(config, kv_sharing_target_layer_name="model.layers.7.self_attn.attn")
+    layer(config)
+    layer(config, 1, kv_sharing_target_layer_name="model.layers.0.self_attn.attn")
+
+
+@pytest.mark.parametrize("flag", ["use_alibi_sqrt", "mm_prefix_clamp_sliding_window"])
+def test_options_that_would_be_ignored_are_refused(flag: str) -> None:
+    with pytest.raises(ValueError, match="not supported"):
+        layer(config_with(), **{flag: True})
+
+
 def test_without_metadata_the_output_is_zeros() -> None:
     config = config_with()
     attention = layer(config)

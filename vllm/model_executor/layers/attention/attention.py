@@ -76,6 +76,11 @@ class Attention(nn.Module, AttentionLayerBase):
         **extra_impl_args: Any,
     ) -> None:
         super().__init__()
+        if use_alibi_sqrt or mm_prefix_clamp_sliding_window:
+            raise ValueError(
+                f"layer {prefix!r}: square-root ALiBi and clamped multimodal prefixes "
+                "are not supported"
+            )
         vllm_config = get_current_vllm_config()
         cache_config = cache_config or vllm_config.cache_config
         self.layer_name = prefix
@@ -95,9 +100,9 @@ class Attention(nn.Module, AttentionLayerBase):
             cache_config, prefix, per_layer_sliding_window
         )
         self.model_dtype = _model_dtype(vllm_config)
-        self.kv_cache_torch_dtype = by_name(self.kv_cache_dtype).storage_dtype(
-            self.model_dtype
-        )
+        fmt = by_name(self.kv_cache_dtype)
+        fmt.check_head_size(head_size, self.head_size_v)
+        self.kv_cache_torch_dtype = fmt.storage_dtype(self.model_dtype)
         self.attn_backend = attn_backend or get_attn_backend(
             head_size,
             self.model_dtype,
@@ -107,23 +112,34 @@ class Attention(nn.Module, AttentionLayerBase):
             num_heads=num_heads,
             has_sliding_window=per_layer_sliding_window is not None,
         )
-        self.impl = self.attn_backend.get_impl_cls()(
-            num_heads,
-            head_size,
-            scale,
-            self.num_kv_heads,
-            alibi_slopes,
-            per_layer_sliding_window,
-            self.kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **extra_impl_args,
+        self.impl = self._built_impl(
+            scale, alibi_slopes, logits_soft_cap, **extra_impl_args
         )
         self.kv_cache: torch.Tensor = torch.empty(0, device="cpu")
         self._set_scale("k", 1.0)
         self._set_scale("v", 1.0)
         self._register(vllm_config)
+
+    def _built_impl(
+        self,
+        scale: float,
+        alibi_slopes: list[float] | None,
+        logits_soft_cap: float | None,
+        **extra_impl_args: Any,
+    ) -> Any:
+        return self.attn_backend.get_impl_cls()(
+            self.num_heads,
+            self.head_size,
+            scale,
+            self.num_kv_heads,
+            alibi_slopes,
+            self.sliding_window,
+            self.kv_cache_dtype,
+            logits_soft_cap,
+            self.attn_type,
+            self.kv_sharing_target_layer_name,
+            **extra_impl_args,
+        )
 
     def _register(self, vllm_config: VllmConfig) -> None:
         layers = vllm_config.compilation_config.static_forward_context
@@ -131,6 +147,12 @@ class Attention(nn.Module, AttentionLayerBase):
             raise ValueError(
                 f"duplicate layer name {self.layer_name!r}: every attention layer of a "
                 "model needs a prefix of its own"
+            )
+        target = self.kv_sharing_target_layer_name
+        if target is not None and target not in layers:
+            raise ValueError(
+                f"layer {self.layer_name!r} shares the cache of {target!r}, which must "
+                f"be built before it; built are {sorted(layers)}"
             )
         layers[self.layer_name] = self
 
