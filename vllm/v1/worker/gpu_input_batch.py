@@ -68,8 +68,9 @@ class InputBatch(SamplingRows):
     """Rows 0 … num_reqs - 1 hold the requests of the next step.
 
     A change of the batch is: `remove_request` …, `add_request` …, `condense`, then
-    `refresh_metadata`, which builds `sampling_metadata` again if anything changed.
-    Between removals and `condense` rows may have holes.
+    `refresh_metadata`, which builds `sampling_metadata` again if anything changed and
+    must come before the next change. Between removals and `condense` rows may have
+    holes.
     """
 
     def __init__(

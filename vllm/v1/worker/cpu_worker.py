@@ -1,0 +1,90 @@
+"""The host as a device: its threads, its memory, the KV space it was given."""
+
+import os
+
+import torch
+
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve
+from vllm.utils.mem_utils import available_memory_bytes, format_gib
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.worker_base import WorkerBase
+
+logger = init_logger(__name__)
+
+_KV_TRANSFER_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
+
+
+def parse_cpu_list(text: str) -> list[int]:
+    """CPU numbers of a list such as "0-3,8,10-11". ValueError for anything else."""
+    cpus: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ValueError(
+                f"VLLM_CPU_OMP_THREADS_BIND={text!r}: expected CPU numbers such as "
+                "0-3,8, or nobind"
+            )
+        cpus += range(int(first), int(last or first) + 1)
+    return sorted(set(cpus))
+
+
+class CPUWorker(WorkerBase):
+    """One process, torch's threads, pages in host memory."""
+
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")
+        self._bind_threads()
+        dtype = self.model_config.dtype
+        if dtype not in current_platform.supported_dtypes:
+            names = [
+                str(d).removeprefix("torch.") for d in current_platform.supported_dtypes
+            ]
+            raise ValueError(
+                f"dtype {dtype} does not run on a CPU: expected one of "
+                f"{', '.join(names)} (--dtype)"
+            )
+        current_platform.seed_everything(self.model_config.seed)
+        self.model_runner = GPUModelRunner(self.vllm_config, self.device)
+
+    @staticmethod
+    def _bind_threads() -> None:
+        """Keeps to the CPUs of VLLM_CPU_OMP_THREADS_BIND, one thread each."""
+        asked = envs.VLLM_CPU_OMP_THREADS_BIND
+        if asked and asked not in ("auto", "nobind", "all"):
+            cpus = parse_cpu_list(asked)
+            os.sched_setaffinity(0, cpus)
+            torch.set_num_threads(len(cpus))
+        logger.info(
+            "CPU worker: %d threads on %d CPUs",
+            torch.get_num_threads(),
+            len(os.sched_getaffinity(0)),
+        )
+
+    def determine_available_memory(self) -> int:
+        """`kv_cache_memory_bytes`, which the platform has filled in where nobody asked.
+
+        ValueError when the host does not have that much.
+        """
+        asked = self.cache_config.kv_cache_memory_bytes
+        if asked is None:
+            asked = current_platform.default_kv_cache_bytes()
+        free = available_memory_bytes()
+        if asked > free:
+            raise ValueError(
+                f"the KV cache should take {format_gib(asked)} GiB, but the host has "
+                f"{format_gib(free)} GiB left: lower --kv-cache-memory-bytes or "
+                "VLLM_CPU_KVCACHE_SPACE"
+            )
+        return asked
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if self.vllm_config.kv_transfer_is_on:
+            start = resolve(f"{_KV_TRANSFER_STATE}:ensure_kv_transfer_initialized")
+            start(self.vllm_config, kv_cache_config)
+            get_group = resolve(f"{_KV_TRANSFER_STATE}:get_kv_transfer_group")
+            self.model_runner.set_kv_connector(get_group())
