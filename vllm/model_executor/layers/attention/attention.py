@@ -4,12 +4,9 @@ Knows its heads, window and cache dtype. Refuses to know any format's bytes (the
 publishes them) and where pages lie (the worker binds them).
 """
 
-import math
-import re
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm.config import (
     CacheConfig,
@@ -18,6 +15,13 @@ from vllm.config import (
     get_current_vllm_config_or_none,
 )
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.kv_layer import (
+    SLIDING_WINDOW,
+    KVCacheLayer,
+    extract_layer_index,
+    layer_cache_dtype,
+    model_dtype_of,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.selector import get_attn_backend
@@ -31,23 +35,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_formats import by_name
 from vllm.v1.page_planning import bytes_per_token, largest_kernel_block_within
 
-SLIDING_WINDOW = "sliding_window"  # in kv_cache_dtype_skip_layers: every windowed layer
-
-_LAYER_INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
+__all__ = ["SLIDING_WINDOW", "Attention", "extract_layer_index", "get_layers"]
 
 
-def extract_layer_index(layer_name: str) -> int:
-    """The one integer among the dotted parts: "model.layers.3.self_attn.attn" -> 3."""
-    found = _LAYER_INDEX.findall(layer_name)
-    if len(found) != 1:
-        raise ValueError(
-            f"layer name {layer_name!r} holds {len(found)} integers; expected exactly "
-            "one, as in 'model.layers.3.self_attn.attn'"
-        )
-    return int(found[0])
-
-
-class Attention(nn.Module, AttentionLayerBase):
+class Attention(KVCacheLayer):
     """Causal attention over this layer's pages.
 
     query [T, num_heads * head_size], key and value [T, num_kv_heads * head size] (or
@@ -96,10 +87,10 @@ class Attention(nn.Module, AttentionLayerBase):
         self.sliding_window = per_layer_sliding_window
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.kv_cache_dtype = _layer_cache_dtype(
+        self.kv_cache_dtype = layer_cache_dtype(
             cache_config, prefix, per_layer_sliding_window
         )
-        self.model_dtype = _model_dtype(vllm_config)
+        self.model_dtype = model_dtype_of(vllm_config)
         fmt = by_name(self.kv_cache_dtype)
         fmt.check_head_size(head_size, self.head_size_v)
         self.kv_cache_torch_dtype = fmt.storage_dtype(self.model_dtype)
@@ -115,10 +106,8 @@ class Attention(nn.Module, AttentionLayerBase):
         self.impl = self._built_impl(
             scale, alibi_slopes, logits_soft_cap, **extra_impl_args
         )
-        self.kv_cache: torch.Tensor = torch.empty(0, device="cpu")
-        self._set_scale("k", 1.0)
-        self._set_scale("v", 1.0)
-        self._register(vllm_config)
+        self._check_sharing(vllm_config)
+        self._own_cache(vllm_config)
 
     def _built_impl(
         self,
@@ -141,45 +130,14 @@ class Attention(nn.Module, AttentionLayerBase):
             **extra_impl_args,
         )
 
-    def _register(self, vllm_config: VllmConfig) -> None:
+    def _check_sharing(self, vllm_config: VllmConfig) -> None:
         layers = vllm_config.compilation_config.static_forward_context
-        if self.layer_name in layers:
-            raise ValueError(
-                f"duplicate layer name {self.layer_name!r}: every attention layer of a "
-                "model needs a prefix of its own"
-            )
         target = self.kv_sharing_target_layer_name
         if target is not None and target not in layers:
             raise ValueError(
                 f"layer {self.layer_name!r} shares the cache of {target!r}, which must "
                 f"be built before it; built are {sorted(layers)}"
             )
-        layers[self.layer_name] = self
-
-    def load_kv_scale(self, which: str, value: torch.Tensor | float) -> None:
-        """Takes the per-tensor scale of K ("k") or V ("v") from a checkpoint.
-
-        Stored value * scale = original value. Raises ValueError unless it is one
-        positive finite number.
-        """
-        values = torch.as_tensor(value, dtype=torch.float32, device="cpu").reshape(-1)
-        scale = float(values[0]) if values.numel() == 1 else math.nan
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(
-                f"layer {self.layer_name!r}: the checkpoint's {which}_scale is "
-                f"{values.tolist()[:4]}, expected one positive finite number; remove "
-                "it from the checkpoint or calibrate again"
-            )
-        self._set_scale(which, scale)
-
-    def _set_scale(self, which: str, scale: float) -> None:
-        setattr(self, f"_{which}_scale_float", scale)
-        tensor = torch.tensor(scale, dtype=torch.float32, device="cpu")
-        self.register_buffer(f"_{which}_scale", tensor, persistent=False)
-
-    def process_weights_after_loading(self) -> None:
-        """Lets the backend prepare what it derives from the layer."""
-        self.impl.process_weights_after_loading(self.model_dtype)
 
     def forward(
         self,
@@ -300,25 +258,6 @@ class Attention(nn.Module, AttentionLayerBase):
 def _by_head(x: torch.Tensor, heads: int, size: int) -> torch.Tensor:
     """[T, heads * size] as [T, heads, size], without a copy."""
     return x if x.dim() == 3 else x.unflatten(-1, (heads, size))
-
-
-def _layer_cache_dtype(
-    cache_config: CacheConfig, prefix: str, sliding_window: int | None
-) -> str:
-    """The cache dtype of one layer: "auto" when the skip list names it."""
-    skip = cache_config.kv_cache_dtype_skip_layers
-    if not skip:
-        return cache_config.cache_dtype
-    windowed = SLIDING_WINDOW in skip and sliding_window is not None
-    if windowed or str(extract_layer_index(prefix)) in skip:
-        return "auto"
-    return cache_config.cache_dtype
-
-
-def _model_dtype(vllm_config: VllmConfig) -> torch.dtype:
-    """The model's dtype; torch's default one where there is no model config."""
-    model_config = vllm_config.model_config
-    return torch.get_default_dtype() if model_config is None else model_config.dtype
 
 
 def _largest_kernel_block_within(
