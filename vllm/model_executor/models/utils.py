@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vllm.model_executor.layers.attention.attention import (
-    Attention,
+from vllm.model_executor.layers.attention.kv_layer import (
+    KVCacheLayer,
     extract_layer_index,
 )
 from vllm.model_executor.layers.linear import LinearBase, ShardId
@@ -186,7 +186,7 @@ def _check_piece(
 def _check_scale(
     info: WeightInfo, target: WeightTarget, modules: dict[str, nn.Module]
 ) -> None:
-    if not isinstance(modules.get(target.layer), Attention):
+    if not isinstance(modules.get(target.layer), KVCacheLayer):
         raise ValueError(
             f"tensor {info.name!r} in {info.file} scales the KV cache of "
             f"{target.layer!r}, which the model does not have"
