@@ -9,11 +9,11 @@ struct DenseCells {
   using Units = Float32Units;
   static constexpr bool kStateScales = false;
   static constexpr int kBytes = dtype_bytes(kDType);
+  static constexpr int kRegisterBytes = kLanes * kBytes;
 
   explicit DenseCells(const AttentionArgs& a)
-      : key_bytes(a.query.size * kBytes),
-        value_offset(key_bytes),
-        value_bytes(a.out.size * kBytes) {}
+      : value_offset(a.query.size * kBytes),
+        cell_bytes(value_offset + a.out.size * kBytes) {}
 
   U load_key(const uint8_t* cell, int elem, int count) const {
     return as_units(load_as_float<kDType>(cell + elem * kBytes, count));
@@ -22,15 +22,15 @@ struct DenseCells {
     return load_key(cell + value_offset, elem, count);
   }
 
-  int key_bytes;
   int value_offset;
-  int value_bytes;
+  int cell_bytes;
 };
 
 #if defined(__AVX512BF16__)
 struct BFloat16Cells : DenseCells<kBFloat16> {
   using Units = BFloat16Units;
   using DenseCells::DenseCells;
+  static constexpr int kRegisterBytes = kLanes * 4;
 
   U load_key(const uint8_t* cell, int elem, int count) const {
     return load_pairs(cell + elem * kBytes, count);

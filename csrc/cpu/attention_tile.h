@@ -6,19 +6,19 @@
 //   explicit Cells(const AttentionArgs&);
 //   U load_key(cell, elem, count)         kLanes units from element `elem`, 0 past count
 //   U load_value(cell, elem, count)
-//   int key_bytes, value_offset, value_bytes;   what to prefetch of a cell
+//   int cell_bytes;
+//   static constexpr int kRegisterBytes;  of the cell that fill one register of units
 //   static constexpr bool kStateScales;   whether scores and probabilities are scaled:
 //   float key_scale(cell), value_scale(cell);   per state
 #pragma once
 
+#include "prefetch.h"
 #include "product.h"
 #include "work.h"
 
 namespace vllm_cpu::VLLM_ISA {
 
 constexpr float kLowestMax = -1e30f;  // of a row that has seen no key yet; finite
-constexpr int kPrefetchTiles = 2;
-constexpr int kCacheLine = 64;
 
 // The softmax of a run of keys: sum of e^(score - max) and of its products with V.
 struct SoftmaxState {
@@ -61,8 +61,9 @@ class TileAttention {
     return floats * 4;
   }
 
-  static void attend(const AttentionArgs& a, const WorkItem& w, void* scratch) {
-    TileAttention tile(a, w, static_cast<float*>(scratch));
+  static void attend(const AttentionArgs& a, const WorkItem& w, const WorkItem* next,
+                     void* scratch) {
+    TileAttention tile(a, w, next, static_cast<float*>(scratch));
     tile.load_queries();
     tile.reset(tile.total_);
     for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
@@ -78,7 +79,7 @@ class TileAttention {
   }
 
   static void merge(const AttentionArgs& a, const WorkItem& w, void* scratch) {
-    TileAttention tile(a, w, static_cast<float*>(scratch));
+    TileAttention tile(a, w, nullptr, static_cast<float*>(scratch));
     tile.reset(tile.total_);
     for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
       tile.fold(tile.total_, tile.partial(chunk));
@@ -95,15 +96,21 @@ class TileAttention {
     return round_up((a.query.size + kElems - 1) / kElems, kLanes);
   }
 
-  TileAttention(const AttentionArgs& a, const WorkItem& w, float* scratch)
+  TileAttention(const AttentionArgs& a, const WorkItem& w, const WorkItem* next,
+                float* scratch)
       : a_(a),
         w_(w),
         cells_(a),
         rows_(w.row_end - w.row_begin),
         group_(a.num_query_heads / a.pages.num_heads),
+        head_size_(a.query.size),
+        head_size_v_(a.out.size),
         key_units_((a.query.size + kElems - 1) / kElems),
         key_row_(key_row_units(a)),
-        acc_row_(acc_row_floats(a)) {
+        acc_row_(acc_row_floats(a)),
+        first_(w.keys.begin),
+        last_(w.keys.end),
+        ahead_(a, w, next, cells_.cell_bytes) {
     const auto carve = [&scratch](int64_t floats) {
       float* const p = scratch;
       scratch += round_up(floats, 16);
@@ -144,9 +151,6 @@ class TileAttention {
       row_begin_[row] = static_cast<int32_t>(range.begin);
       row_end_[row] = static_cast<int32_t>(range.end);
     }
-    // Ranges move forward with the row.
-    first_ = key_range(a_, seq_len, past + token_of(0)).begin;
-    last_ = key_range(a_, seq_len, past + token_of(rows_ - 1)).end;
   }
 
   void load_queries() {
@@ -201,11 +205,18 @@ class TileAttention {
   void run_tile(int64_t tile) {
     const int states = static_cast<int>(smaller(kTileStates, last_ - tile));
     const int vectors = (states + kLanes - 1) / kLanes;
-    const int64_t ahead = tile + kPrefetchTiles * kTileStates;
     locate(tile, cells_here_);
-    prefetching_ = ahead < last_;
-    if (prefetching_) locate(ahead, cells_ahead_);
+    ahead_.start_tile(tile);
 
+    if (rows_ <= kFewRows) {
+      few_rows<1>(tile, states, vectors);
+    } else {
+      many_rows(tile, states, vectors);
+    }
+  }
+
+  // Unpacks to scratch first: every row then reads the unpacked states.
+  void many_rows(int64_t tile, int states, int vectors) {
     for (int strip = 0; strip < vectors; ++strip) unpack_keys(strip);
     ProductArgs scores{};
     scores.c = scores_;
@@ -232,56 +243,148 @@ class TileAttention {
     sums.b_vector = kLanes;
     sums.steps = groups;
     sums.rescale = rescale_;
-    product<Units>(sums, rows_, (a_.out.size + kLanes - 1) / kLanes);
+    product<Units>(sums, rows_, (head_size_v_ + kLanes - 1) / kLanes);
   }
 
-  void prefetch(int first_state, int num_states, int begin, int end) const {
-    if (!prefetching_) return;
-    for (int state = first_state; state < first_state + num_states; ++state) {
-      for (int byte = begin; byte < end; byte += kCacheLine) {
-        __builtin_prefetch(cells_ahead_[state] + byte, 0, 2);
-      }
+  // Multiplies states as they are unpacked, in registers; sums in the same order as
+  // many_rows, to the same bits.
+  template <int kRows>
+  void few_rows(int64_t tile, int states, int vectors) {
+    if constexpr (kRows < kFewRows) {
+      if (rows_ != kRows) return few_rows<kRows + 1>(tile, states, vectors);
+    }
+    for (int strip = 0; strip < vectors; ++strip) score_strip<kRows>(strip);
+    softmax(tile, vectors);
+    const int groups = (states + kElems - 1) / kElems;
+    for (int elem = 0; elem < head_size_v_; elem += kElems * kLanes) {
+      sum_values<kRows>(elem, groups);
     }
   }
 
   // kLanes states, transposed: one register per unit of the head, one lane per state.
-  void unpack_keys(int strip) {
+  __attribute__((always_inline)) void transposed_keys(int strip, int unit,
+                                                      U (&r)[kLanes]) const {
+    constexpr int kWhole = kLanes * kElems;
     const uint8_t* const* const cells = cells_here_ + strip * kLanes;
-    uint32_t* const to = keys_ + strip * key_row_ * kLanes;
-    int fetched = 0;
-    for (int unit = 0; unit < key_units_; unit += kLanes) {
-      const int elem = unit * kElems;
-      U r[kLanes];
+    const int elem = unit * kElems;
+    const int left = head_size_ - elem;
+    if (left >= kWhole) {  // the usual case, without masks
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) {
-        r[i] = cells_.load_key(cells[i], elem, a_.query.size - elem);
-      }
-      transpose(r);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) u_store(to + (unit + i) * kLanes, r[i]);
-      if (fetched < cells_.key_bytes) {
-        prefetch(strip * kLanes, kLanes, fetched, fetched + kCacheLine);
-        fetched += kCacheLine;
+      for (int i = 0; i < kLanes; ++i) r[i] = cells_.load_key(cells[i], elem, kWhole);
+    } else {
+      for (int i = 0; i < kLanes; ++i) r[i] = cells_.load_key(cells[i], elem, left);
+    }
+    transpose(r);
+  }
+
+  // kElems states, interleaved: one unit per element of the head, from `elem` on.
+  __attribute__((always_inline)) void interleaved_values(int group, int elem,
+                                                         U (&r)[kElems]) const {
+    constexpr int kWhole = kLanes * kElems;
+    const uint8_t* const* const cells = cells_here_ + group * kElems;
+    const int left = head_size_v_ - elem;
+    if (left >= kWhole) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kElems; ++i) r[i] = cells_.load_value(cells[i], elem, kWhole);
+    } else {
+      for (int i = 0; i < kElems; ++i) r[i] = cells_.load_value(cells[i], elem, left);
+    }
+    Units::interleave(r);
+  }
+
+  // The lines of the tile ahead are asked for at the pace at which this one is read.
+  __attribute__((always_inline)) void fetch_ahead(int step, int registers_per_step) {
+    constexpr int kBytes = Cells::kRegisterBytes;
+    if (kBytes * registers_per_step < kCacheLine) {
+      if (step % (kCacheLine / (kBytes * registers_per_step)) == 0) ahead_.next_line();
+    } else {
+#pragma GCC unroll 4
+      for (int i = 0; i < kBytes * registers_per_step / kCacheLine; ++i) {
+        ahead_.next_line();
       }
     }
   }
 
-  // kElems states, interleaved: one unit per element of the head.
-  void unpack_values(int group) {
-    const uint8_t* const* const cells = cells_here_ + group * kElems;
-    uint32_t* const to = values_ + group * acc_row_;
-    for (int elem = 0; elem < a_.out.size; elem += kElems * kLanes) {
-      U r[kElems];
-#pragma GCC unroll 4
-      for (int i = 0; i < kElems; ++i) {
-        r[i] = cells_.load_value(cells[i], elem, a_.out.size - elem);
+  void unpack_keys(int strip) {
+    uint32_t* const to = keys_ + strip * key_row_ * kLanes;
+    for (int unit = 0; unit < key_units_; unit += kLanes) {
+      U r[kLanes];
+      transposed_keys(strip, unit, r);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        u_store(to + (unit + i) * kLanes, r[i]);
+        fetch_ahead(i, 1);
       }
-      Units::interleave(r);
+    }
+  }
+
+  void unpack_values(int group) {
+    uint32_t* const to = values_ + group * acc_row_;
+    for (int elem = 0; elem < head_size_v_; elem += kElems * kLanes) {
+      U r[kElems];
+      interleaved_values(group, elem, r);
 #pragma GCC unroll 4
       for (int i = 0; i < kElems; ++i) u_store(to + elem + i * kLanes, r[i]);
+      fetch_ahead(group, kElems);
     }
-    prefetch(group * kElems, kElems, cells_.value_offset,
-             cells_.value_offset + cells_.value_bytes);
+  }
+
+  template <int kRows>
+  void score_strip(int strip) {
+    const uint32_t* const queries = queries_;
+    const int64_t query_row = key_row_;
+    F acc[kRows];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) acc[row] = set1(0.f);
+    for (int unit = 0; unit < key_row_; unit += kLanes) {
+      U r[kLanes];
+      transposed_keys(strip, unit, r);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        fetch_ahead(i, 1);
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+          acc[row] =
+              Units::dot(acc[row], r[i], u_set1(queries[row * query_row + unit + i]));
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+      store(scores_ + row * kTileStates + strip * kLanes, acc[row]);
+    }
+  }
+
+  template <int kRows>
+  void sum_values(int elem, int groups) {
+    const uint32_t* const probabilities = probabilities_;
+    F acc[kRows][kElems];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kElems; ++i) {
+        acc[row][i] = mul(load(running_.acc + row * acc_row_ + elem + i * kLanes),
+                          set1(rescale_[row]));
+      }
+    }
+    for (int group = 0; group < groups; ++group) {
+      U r[kElems];
+      interleaved_values(group, elem, r);
+      fetch_ahead(group, kElems);
+#pragma GCC unroll 8
+      for (int row = 0; row < kRows; ++row) {
+        const U p = u_set1(probabilities[row * (kTileStates / kElems) + group]);
+#pragma GCC unroll 4
+        for (int i = 0; i < kElems; ++i) acc[row][i] = Units::dot(acc[row][i], r[i], p);
+      }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 4
+      for (int i = 0; i < kElems; ++i) {
+        store(running_.acc + row * acc_row_ + elem + i * kLanes, acc[row][i]);
+      }
+    }
   }
 
   void softmax(int64_t tile, int vectors) {
@@ -359,7 +462,7 @@ class TileAttention {
       const F take = set1(weight_[row]);
       float* const a = into.acc + row * acc_row_;
       const float* const b = from.acc + row * acc_row_;
-      for (int d = 0; d < a_.out.size; d += kLanes) {
+      for (int d = 0; d < head_size_v_; d += kLanes) {
         store(a + d, fma(load(a + d), keep, mul(load(b + d), take)));
       }
     }
@@ -385,9 +488,9 @@ class TileAttention {
   template <int kDType>
   void write_row(int64_t to, const float* from, F factor) const {
     uint8_t* const out = static_cast<uint8_t*>(a_.out.data) + to * dtype_bytes(kDType);
-    for (int d = 0; d < a_.out.size; d += kLanes) {
+    for (int d = 0; d < head_size_v_; d += kLanes) {
       store_from_float<kDType>(out + d * dtype_bytes(kDType), mul(load(from + d), factor),
-                               a_.out.size - d);
+                               head_size_v_ - d);
     }
   }
 
@@ -406,7 +509,7 @@ class TileAttention {
     for (int row = 0; row < rows_; ++row) {
       const F keep = set1(rescale_[row]);
       float* const acc = total_.acc + row * acc_row_;
-      for (int d = 0; d < a_.out.size; d += kLanes) store(acc + d, mul(load(acc + d), keep));
+      for (int d = 0; d < head_size_v_; d += kLanes) store(acc + d, mul(load(acc + d), keep));
     }
   }
 
@@ -415,6 +518,8 @@ class TileAttention {
   const Cells cells_;
   const int rows_;
   const int group_;          // query heads per KV head
+  const int head_size_;
+  const int head_size_v_;
   const int key_units_;
   const int64_t key_row_;    // key_units_, rounded up to whole registers
   const int64_t acc_row_;
@@ -429,13 +534,12 @@ class TileAttention {
   float* value_scales_;
   SoftmaxState total_;
   SoftmaxState running_;
-  int64_t first_;            // keys that any row sees
-  int64_t last_;
-  bool prefetching_ = false;
+  const int64_t first_;      // keys that any row sees
+  const int64_t last_;
+  Prefetcher ahead_;
   int32_t row_begin_[kMaxRows];
   int32_t row_end_[kMaxRows];
   const uint8_t* cells_here_[kTileStates];
-  const uint8_t* cells_ahead_[kTileStates];
 };
 
 }  // namespace vllm_cpu::VLLM_ISA

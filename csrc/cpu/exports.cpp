@@ -80,7 +80,11 @@ Status run(const AttentionArgs& args, const AttentionKernel& kernel) {
     failed = !t_scratch.reserve(scratch_bytes);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < num_items; ++i) {
-      if (!failed) kernel.attend(args, plan.items[i], t_scratch.data);
+      const int64_t next = i + (parallel ? max_threads : 1);
+      if (!failed) {
+        kernel.attend(args, plan.items[i],
+                      next < num_items ? &plan.items[next] : nullptr, t_scratch.data);
+      }
     }
     if (num_merges > 0) {
 #pragma omp for schedule(dynamic, 1)

@@ -61,7 +61,8 @@ Plan make_plan(const AttentionArgs& a, const AttentionKernel& kernel, int num_th
       const auto last =
           static_cast<int32_t>((keys.end + kChunkStates - 1) / kChunkStates);
       for (int32_t head = 0; head < a.pages.num_heads; ++head) {
-        tiles.push_back({request, head, begin, end, first, std::max(first, last), nullptr});
+        tiles.push_back(
+            {request, head, begin, end, keys, first, std::max(first, last), nullptr});
       }
       plan.num_chunks += static_cast<int64_t>(a.pages.num_heads) * (last - first);
     }

@@ -9,6 +9,7 @@ namespace vllm_cpu::avx2 {
 constexpr int kLanes = 8;
 constexpr int kBlockRows = 6;     // accumulators of one product block: 6 x 2 registers
 constexpr int kBlockVectors = 2;
+constexpr int kFewRows = 4;         // rows multiplied without scratch
 constexpr bool kHasBFloat16Dot = false;
 
 using F = __m256;

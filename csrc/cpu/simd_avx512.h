@@ -8,6 +8,7 @@ namespace vllm_cpu::avx512 {
 constexpr int kLanes = 16;
 constexpr int kBlockRows = 6;     // accumulators of one product block: 6 x 4 registers
 constexpr int kBlockVectors = 4;
+constexpr int kFewRows = 8;         // rows multiplied without scratch
 constexpr bool kHasBFloat16Dot = true;
 
 using F = __m512;

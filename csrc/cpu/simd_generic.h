@@ -8,6 +8,7 @@ namespace vllm_cpu::generic {
 constexpr int kLanes = 4;
 constexpr int kBlockRows = 4;
 constexpr int kBlockVectors = 2;
+constexpr int kFewRows = 4;         // rows multiplied without scratch
 constexpr bool kHasBFloat16Dot = false;
 
 typedef float F __attribute__((vector_size(16)));

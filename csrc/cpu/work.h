@@ -43,6 +43,7 @@ struct WorkItem {
   int32_t kv_head;
   int32_t row_begin;
   int32_t row_end;
+  KeyRange keys;        // that any of the rows attends to
   int32_t chunk_begin;
   int32_t chunk_end;
   float* partials;
@@ -52,7 +53,10 @@ struct WorkItem {
 struct AttentionKernel {
   int64_t (*scratch_bytes)(const AttentionArgs&);                // per thread
   int64_t (*partial_floats)(const AttentionArgs&, int num_rows); // per chunk
-  void (*attend)(const AttentionArgs&, const WorkItem&, void* scratch);
+  // `next` (or null) is the item this thread is likely to do after: its first cells are
+  // brought near while the last of this one are read.
+  void (*attend)(const AttentionArgs&, const WorkItem&, const WorkItem* next,
+                 void* scratch);
   // Folds `partials` of chunks [chunk_begin, chunk_end) and writes the rows.
   void (*merge)(const AttentionArgs&, const WorkItem&, void* scratch);
 };
