@@ -4,7 +4,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from vllm.config import (
     CacheConfig,
@@ -28,21 +34,38 @@ MAX_LEN = 96
 MiB = 1 << 20
 
 
-def save_tiny_llama(folder: Path, **changes) -> LlamaForCausalLM:
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+def save_tiny_llama(folder: Path) -> PreTrainedModel:
     """A random Llama on disk, and the same model as Hugging Face computes it."""
+    config = LlamaConfig(num_hidden_layers=5, head_dim=32, **SIZES)
+    return _save(LlamaForCausalLM, config, folder)
+
+
+def save_tiny_qwen(folder: Path) -> PreTrainedModel:
+    """The same of a Qwen2 with two global and two windowed layers."""
+    config = Qwen2Config(
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=2,
+        **SIZES,
+    )
+    return _save(Qwen2ForCausalLM, config, folder)
+
+
+def _save(model_cls, config, folder: Path) -> PreTrainedModel:
+    config._attn_implementation = "eager"
     torch.manual_seed(0)
-    facts = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-    }
-    model = LlamaForCausalLM(LlamaConfig(**{**facts, **changes})).float().eval()
+    model = model_cls(config).float().eval()
     for parameter in model.parameters():  # far from ties
         torch.nn.init.normal_(parameter, std=0.15)
     model.save_pretrained(folder)

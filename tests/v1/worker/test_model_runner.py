@@ -5,7 +5,14 @@ import random
 import pytest
 import torch
 
-from tests.v1.worker.steps import VOCAB, Steps, make_config, save_tiny_llama, start
+from tests.v1.worker.steps import (
+    VOCAB,
+    Steps,
+    make_config,
+    save_tiny_llama,
+    save_tiny_qwen,
+    start,
+)
 
 
 def prompts(seed: int, lengths=(1, 5, 16, 17, 33, 40)) -> dict[str, list[int]]:
@@ -270,3 +277,16 @@ def test_packed_formats_give_the_same_tokens_on_a_hit_and_in_any_chunks(
     for req_id, output in steps.run(6, chunk=5).items():
         assert output == whole[req_id.removeprefix("again-")]
     executor.shutdown()
+
+
+def test_windowed_and_global_layers_have_block_tables_of_their_own(tmp_path):
+    reference = save_tiny_qwen(tmp_path)
+    executor = start(make_config(tmp_path))
+    runner = executor.driver_worker.model_runner
+    assert len(runner.attn_groups) == len(runner.kv_cache_config.kv_cache_groups) > 1
+    steps = Steps(executor)
+    asked = prompts(11, (5, 30, 41))
+    for req_id, prompt in asked.items():
+        steps.add(req_id, prompt)
+    for req_id, output in steps.run(8, chunk=13).items():
+        assert output == greedy(reference, asked[req_id], 8)

@@ -100,17 +100,8 @@ class GPUModelRunner:
 
     def load_model(self) -> None:
         """Builds the model and reads its weights. Layers register themselves."""
-        started = time.monotonic()
         with set_current_vllm_config(self.vllm_config):
             self.model = get_model(vllm_config=self.vllm_config)
-        weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
-        logger.info(
-            "Model %s (%s): %s of weights in %.1f s",
-            self.model_config.model,
-            str(self.model_config.dtype).removeprefix("torch."),
-            format_bytes(sum(weights.values())),
-            time.monotonic() - started,
-        )
 
     def get_model(self) -> nn.Module:
         return self.model
