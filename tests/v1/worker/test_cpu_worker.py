@@ -1,5 +1,7 @@
 """The host gives what it has, and refuses by name what it has not."""
 
+import logging
+
 import pytest
 import torch
 
@@ -107,3 +109,13 @@ def test_a_longest_length_decided_late_reaches_the_batch(folder):
     steps.add("a", list(range(45)))
     steps.run(3)
     steps.finish("a")
+
+
+def test_start_says_which_layers_store_what(folder, caplog):
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        start(make_config(folder, "turboquant_4bit_nc"))
+    logging.getLogger("vllm").propagate = False
+    text = caplog.text
+    assert "float32:cells x4, turboquant_4bit_nc:cells x1 (skipped layers)" in text
+    assert "CPU_ATTN x5; kernel blocks of" in text

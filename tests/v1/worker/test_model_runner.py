@@ -146,6 +146,19 @@ def test_a_prompt_of_one_token_has_empty_prompt_logprobs(steps):
     assert output.prompt_logprobs_dict["one"].logprobs.shape == (0, 3)
 
 
+def test_prompt_logprobs_of_a_cached_prefix_are_nan_not_stale(steps):
+    prompt = prompts(12, (33,))["r33"]
+    steps.add("first", prompt)
+    steps.step({"first": 33})
+    steps.add("hit", prompt, prompt_logprobs=1)
+    hit = steps.seqs["hit"]
+    hit.computed, hit.blocks = 16, ([steps.seqs["first"].blocks[0][0]],)
+    rows = steps.step({"hit": 17}).prompt_logprobs_dict["hit"]
+    assert rows.logprobs[:16].isnan().all() and not rows.logprobs[16:].isnan().any()
+    assert rows.logprob_token_ids[:, 0].tolist() == prompt[1:]
+    hit.blocks[0].pop(0)  # it belongs to the first request
+
+
 def test_seeded_output_does_not_depend_on_batch_or_chunks(steps):
     asked = prompts(7, (30, 31))
     settings = {"temperature": 1.5, "seed": 9, "top_p": 0.95}

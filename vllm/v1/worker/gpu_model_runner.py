@@ -241,18 +241,18 @@ class GPUModelRunner:
             format_bytes(sum(tensor.size for tensor in config.kv_cache_tensors)),
             seconds,
         )
-        for groups in self.attn_groups:
+        for group_id, groups in enumerate(self.attn_groups):
             backends = Counter(
-                {g.backend.get_name(): len(g.layer_names) for g in groups}
+                group.backend.get_name() for group in groups for _ in group.layer_names
             )
-            for group in groups[:1]:
-                kernel = kernel_sizes[group.kv_cache_group_id]
-                logger.info(
-                    "Attention of KV cache group %d: %s; kernel blocks of %d tokens",
-                    group.kv_cache_group_id,
-                    ", ".join(f"{name} x{n}" for name, n in backends.items()),
-                    kernel,
-                )
+            if not backends:
+                continue
+            logger.info(
+                "Attention of KV cache group %d: %s; kernel blocks of %d tokens",
+                group_id,
+                ", ".join(f"{name} x{count}" for name, count in backends.items()),
+                kernel_sizes[group_id],
+            )
 
     def set_kv_connector(self, connector: Any) -> None:
         """Takes a connector (see KVConnectorBase_V1) and gives it the caches."""

@@ -73,9 +73,7 @@ class PromptLogprobs:
         prompt = state.prompt_token_ids or []
         num_rows, num_logprobs = len(prompt) - 1, self._wanted[state.req_id]
         if state.in_progress_prompt_logprobs_cpu is None:
-            state.in_progress_prompt_logprobs_cpu = LogprobsTensors.empty_cpu(
-                num_rows, num_logprobs + 1
-            )
+            state.in_progress_prompt_logprobs_cpu = _unknown(prompt, num_logprobs)
         rows = state.in_progress_prompt_logprobs_cpu
         end = min(first + hidden.shape[0], num_rows)
         for low in range(first, end, _MAX_LOGITS_ROWS):
@@ -85,3 +83,13 @@ class PromptLogprobs:
             found = gather_logprobs(compute_logprobs(logits), num_logprobs, targets)
             for target, source in zip(rows, found, strict=True):
                 target[low:high] = source
+
+
+def _unknown(prompt: list[int], num_logprobs: int) -> LogprobsTensors:
+    """Rows of a prompt before anything is computed: NaN, which remains only where a
+    prefix was taken from a cache although prompt logprobs were asked for."""
+    rows = LogprobsTensors.empty_cpu(len(prompt) - 1, num_logprobs + 1)
+    rows.logprob_token_ids[:] = torch.tensor(prompt[1:], dtype=torch.int32).unsqueeze(1)
+    rows.logprobs.fill_(float("nan"))
+    rows.selected_token_ranks.zero_()
+    return rows
