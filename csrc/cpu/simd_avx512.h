@@ -70,8 +70,14 @@ VLLM_INLINE void store_f16(void* p, F x, int count) {
   _mm256_mask_storeu_epi16(p, first_lanes(count),
                            _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
+// Round to nearest even; NaN stays NaN. The instruction would flush subnormal numbers.
 VLLM_INLINE void store_bf16(void* p, F x, int count) {
-  _mm256_mask_storeu_epi16(p, first_lanes(count), (__m256i)_mm512_cvtneps_pbh(x));
+  const __m512i bits = as_units(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), u_set1(1));
+  const __m512i sum = _mm512_add_epi32(bits, _mm512_add_epi32(odd, u_set1(0x7fff)));
+  const __m512i high = _mm512_mask_mov_epi32(
+      _mm512_srli_epi32(sum, 16), _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), u_set1(0x7fc0));
+  _mm256_mask_storeu_epi16(p, first_lanes(count), _mm512_cvtepi32_epi16(high));
 }
 
 // 16 rows of 16 units become 16 columns.

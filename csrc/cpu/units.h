@@ -56,7 +56,9 @@ struct BFloat16Units {
     rows[0] = first;
   }
 
-  VLLM_INLINE void store_probabilities(uint32_t* to, F p) { store_bf16(to, p, kLanes); }
+  VLLM_INLINE void store_probabilities(uint32_t* to, F p) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(p));
+  }
 
   static void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) {
     const uint16_t* const data = static_cast<const uint16_t*>(query.data) + from;

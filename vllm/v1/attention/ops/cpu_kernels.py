@@ -1,8 +1,8 @@
 """The C++ kernels for CPUs, called through ctypes: cache writes and paged attention.
 
 Knows the C ABI of `csrc/cpu/api.h` and checks every argument that guards memory. Knows
-no KV format but the dense ones. Calls release the GIL and run on the OpenMP threads that
-torch uses (`torch.set_num_threads`).
+no KV format but the dense ones. Calls release the GIL and run on the OpenMP threads
+that torch uses (`torch.set_num_threads`).
 """
 
 import ctypes
@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 logger = init_logger(__name__)
 
 LIBRARY = Path(__file__).parents[3] / "_cpu_kernels.so"
+_BUILD = "run `python setup.py build_ext --inplace`"
 ISAS = ("avx512", "avx2", "generic")
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -112,7 +113,9 @@ class _Kernels:
 def _load() -> _Kernels | str:
     """The kernels, or why there are none."""
     if not LIBRARY.exists():
-        return f"{LIBRARY.name} was not built: run `python setup.py build_ext --inplace`"
+        return (
+            f"{LIBRARY.name} was not built: run `python setup.py build_ext --inplace`"
+        )
     try:
         library = ctypes.CDLL(str(LIBRARY))
         abi = library.vllm_cpu_abi
@@ -120,10 +123,7 @@ def _load() -> _Kernels | str:
         return f"{LIBRARY.name} does not load: {error}"
     abi.restype = ctypes.c_int64
     if abi() != ctypes.sizeof(_AttentionArgs) << 32 | ctypes.sizeof(_StoreArgs):
-        return (
-            f"{LIBRARY.name} was built from other sources: "
-            "run `python setup.py build_ext --inplace`"
-        )
+        return f"{LIBRARY.name} was built from other sources: {_BUILD}"
     kernels = _Kernels(library)
     _choose_isa(kernels, envs.VLLM_CPU_ISA)
     return kernels
@@ -133,8 +133,8 @@ def _choose_isa(kernels: _Kernels, name: str | None) -> None:
     chosen = kernels.choose_isa(name.encode() if name else None)
     if chosen is None:
         raise ValueError(
-            f"VLLM_CPU_ISA={name!r}: this processor needs one of {', '.join(ISAS)} that "
-            "it supports; unset the variable to use the best"
+            f"VLLM_CPU_ISA={name!r}: expected one of {', '.join(ISAS)} that this "
+            "processor supports; unset the variable to use the best"
         )
     kernels.isa = chosen.decode()
 
@@ -188,7 +188,8 @@ def store_dense(
 
     pages: uint8 [B, H, N, C], cells contiguous, outer strides free. slot_mapping: int64
     [T'], block * N + offset; slots outside the cache, such as -1, are skipped. key:
-    [T, H, D], value: [T, H, Dv], float32, float16 or bfloat16, T >= T'; D, Dv contiguous.
+    [T, H, D], value: [T, H, Dv], float32, float16 or bfloat16, last axis contiguous,
+    T >= T'.
     Values past the finite range of a narrower `dtype` saturate.
     """
     if key.dtype != value.dtype:
@@ -278,7 +279,9 @@ def paged_attention(
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
         if sinks.shape != (heads,):
-            raise ValueError(f"sinks have shape {tuple(sinks.shape)}: expected ({heads},)")
+            raise ValueError(
+                f"sinks have shape {tuple(sinks.shape)}: expected ({heads},)"
+            )
     args = _AttentionArgs(
         out_rows,
         query_rows,
@@ -304,7 +307,7 @@ def paged_attention(
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
-    """Asks the system for huge pages under a contiguous CPU tensor, before its first use.
+    """Asks for huge pages under a contiguous CPU tensor; call it before its first use.
 
     Returns whether the system agreed.
     """
@@ -316,7 +319,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
 
 
 def read_all(tensor: torch.Tensor) -> float:
-    """Reads every byte of a contiguous CPU tensor on all threads: to time the memory."""
+    """Reads a contiguous CPU tensor once, on all threads: to time the memory."""
     size = tensor.numel() * tensor.element_size()
     return _kernels().read(tensor.data_ptr(), size)
 
@@ -342,8 +345,8 @@ def _rows(name: str, tensor: torch.Tensor) -> _Rows:
     code = _DTYPES.get(tensor.dtype)
     if code is None or tensor.device.type != "cpu":
         raise ValueError(
-            f"{name} is {tensor.dtype} on {tensor.device}: expected float32, float16 or "
-            "bfloat16 on cpu"
+            f"{name} is {tensor.dtype} on {tensor.device}: expected float32, float16 "
+            "or bfloat16 on cpu"
         )
     if tensor.dim() != 3 or tensor.stride(2) != 1:
         raise ValueError(
@@ -351,16 +354,14 @@ def _rows(name: str, tensor: torch.Tensor) -> _Rows:
             "expected [tokens, heads, size] with a contiguous last axis"
         )
     token_stride, head_stride, _ = tensor.stride()
-    return _Rows(
-        tensor.data_ptr(), token_stride, head_stride, code, tensor.shape[2]
-    )
+    return _Rows(tensor.data_ptr(), token_stride, head_stride, code, tensor.shape[2])
 
 
 def _pages(pages: torch.Tensor, dtype: torch.dtype, size: int, size_v: int) -> _Pages:
     if dtype not in _DTYPES:
         raise ValueError(
-            f"cache dtype {dtype}: expected float32, float16 or bfloat16; other formats "
-            "are served by the torch reference"
+            f"cache dtype {dtype}: expected float32, float16 or bfloat16; the torch "
+            "reference serves other formats"
         )
     if pages.dim() != 4 or pages.stride(3) != 1:
         raise ValueError(
@@ -370,14 +371,12 @@ def _pages(pages: torch.Tensor, dtype: torch.dtype, size: int, size_v: int) -> _
     blocks, heads, states, cell = pages.shape
     if cell != (size + size_v) * dtype.itemsize:
         raise ValueError(
-            f"cells of {cell} bytes do not hold a key of {size} and a value of {size_v} "
-            f"{dtype}: expected {(size + size_v) * dtype.itemsize} bytes"
+            f"cells of {cell} bytes do not hold {size} + {size_v} elements of {dtype}: "
+            f"expected {(size + size_v) * dtype.itemsize} bytes"
         )
     data = _data("pages", pages, torch.uint8)
     block_stride, head_stride, state_stride, _ = pages.stride()
-    return _Pages(
-        data, block_stride, head_stride, state_stride, blocks, heads, states
-    )
+    return _Pages(data, block_stride, head_stride, state_stride, blocks, heads, states)
 
 
 def _raise_for(result: int) -> None:
