@@ -39,7 +39,9 @@ def _flag(name: str, default: bool) -> Callable[[], bool]:
 def _names(name: str) -> Callable[[], list[str] | None]:
     def read() -> list[str] | None:
         text = os.environ.get(name)
-        return None if text is None else [n.strip() for n in text.split(",") if n.strip()]
+        return (
+            None if text is None else [n.strip() for n in text.split(",") if n.strip()]
+        )
 
     return read
 

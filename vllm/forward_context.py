@@ -25,7 +25,9 @@ class ForwardContext:
     virtual_engine: int = 0
 
 
-_current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
+_current: ContextVar[ForwardContext | None] = ContextVar(
+    "forward_context", default=None
+)
 
 
 @contextmanager

@@ -173,7 +173,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
         if any(not isinstance(token, int) for token in self.stop_token_ids or []):
             _refuse("stop_token_ids", self.stop_token_ids, "token ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            _refuse("allowed_token_ids", self.allowed_token_ids, "at least one token id")
+            _refuse(
+                "allowed_token_ids", self.allowed_token_ids, "at least one token id"
+            )
         if any(not word for word in self.bad_words or []):
             _refuse("bad_words", self.bad_words, "non-empty strings")
         if self.n > 1 and self.sampling_type == SamplingType.GREEDY:
@@ -223,7 +225,15 @@ def _refuse(name: str, value: Any, expected: str) -> None:
     )
 
 
-_WHOLE = {"n", "top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "seed"}
+_WHOLE = {
+    "n",
+    "top_k",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "seed",
+}
 _INF = float("inf")
 # field, lowest, highest, in words
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
@@ -240,4 +250,3 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("prompt_logprobs", -1, _INF, "at least 0, or -1 for the whole vocabulary"),
     ("seed", -(2**63), 2**64 - 1, "a 64-bit whole number"),
 )
-

@@ -88,7 +88,7 @@ def choose_block_size(vllm_config: VllmConfig, layers: list[LayerPages]) -> None
             raise ValueError(
                 f"block size {cache.block_size} cannot be split into kernel blocks of "
                 f"{layer.backend.get_name()} ({layer.layer_name}), which takes "
-                f"{_size_list(layer.backend)} tokens: set --block-size to a multiple."
+                f"{layer.backend.block_sizes_in_words()} tokens: set --block-size to a multiple."
             )
 
 
@@ -183,10 +183,3 @@ def _caching_layers(
         if spec is not None:
             yield name, layer, spec
 
-
-def _size_list(backend: Any) -> str:
-    sizes = backend.get_supported_kernel_block_sizes()
-    return ", ".join(
-        str(size) if isinstance(size, int) else f"any multiple of {size.base}"
-        for size in sizes
-    )

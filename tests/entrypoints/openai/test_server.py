@@ -10,6 +10,7 @@ import pytest
 
 from tests.entrypoints.openai.conftest import KEY, MODEL
 from tests.remote_server import RemoteServer
+from vllm.engine.arg_utils import EngineArgs
 
 METRICS = (
     "num_requests_running",
@@ -136,17 +137,10 @@ def run_serve(*args: str) -> subprocess.CompletedProcess[str]:
     ("args", "words"),
     [
         (["/no/such/model"], ["/no/such/model"]),
-        ([MODEL, "--dtype", "int3"], ["int3", "float32"]),
-        ([MODEL, "--max-model-len", "99999999"], ["99999999", "8192"]),
-        ([MODEL, "--block-size", "7"], ["7", "block"]),
-        ([MODEL, "--kv-cache-dtype", "fp8_ds_mla"], ["fp8_ds_mla"]),
         (
             [MODEL, "--kv-cache-memory-bytes", "4MiB", "--max-model-len", "8192"],
             ["8192", "max_model_len"],
         ),
-        ([MODEL, "--attention-backend", "NOPE"], ["NOPE", "CPU_ATTN"]),
-        ([MODEL, "--tensor-parallel-size", "2"], ["tensor"]),
-        ([MODEL, "--max-num-seqs", "9999"], ["max_num_seqs"]),
     ],
 )
 def test_what_cannot_be_served_ends_in_one_line(
@@ -159,6 +153,31 @@ def test_what_cannot_be_served_ends_in_one_line(
     for word in words:
         assert word in last
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"dtype": "int3"}, ["int3", "float32"]),
+        ({"max_model_len": 99_999_999}, ["99999999", "8192"]),
+        ({"block_size": 7}, ["block size 7", "multiple of 16"]),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, ["fp8_ds_mla"]),
+        ({"kv_cache_dtype": "fp9"}, ["fp9", "turboquant_4bit_nc"]),
+        ({"attention_backend": "NOPE"}, ["NOPE", "CPU_ATTN"]),
+        ({"tensor_parallel_size": 2}, ["tensor"]),
+        ({"max_num_seqs": 9999}, ["max_num_seqs"]),
+        ({"quantization": "awq"}, ["awq", "gguf"]),
+        ({"kv_cache_memory_bytes": "lots"}, ["lots", "4GiB"]),
+        ({"device": "tpu"}, ["tpu", "cpu"]),
+    ],
+)
+def test_arguments_are_refused_before_anything_is_loaded(
+    args: dict, words: list[str]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        EngineArgs(model=MODEL, **args).create_engine_config()
+    for word in words:
+        assert word in str(caught.value)
 
 
 def test_a_port_in_use_is_said_before_loading() -> None:

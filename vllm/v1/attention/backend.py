@@ -74,6 +74,8 @@ class AttentionBackend(ABC):
         "float16",
         "bfloat16",
     ]
+    #: What an accepted name means to the kernels, where that is another format.
+    kv_cache_dtype_meanings: ClassVar[dict[CacheDType, CacheDType]] = {}
     #: Arrangement of the fields of a state that the kernels read and write.
     kv_cache_arrangement: ClassVar[str] = "cells"
     #: Axis orders of the cache that the kernels take, most preferred first.
@@ -166,6 +168,14 @@ class AttentionBackend(ABC):
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
         """Tokens per block that the kernels take."""
         return [MultipleOf(1)]
+
+    @classmethod
+    def block_sizes_in_words(cls) -> str:
+        """The kernel block sizes in tokens, for error messages."""
+        return ", ".join(
+            str(size) if isinstance(size, int) else f"any multiple of {size.base}"
+            for size in cls.get_supported_kernel_block_sizes()
+        )
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -292,7 +302,10 @@ class AttentionBackend(ABC):
             (cls.supports_head_size(head_size), f"head size {head_size}"),
             (cls.supports_dtype(dtype), f"model dtype {_dtype_name(dtype)}"),
             (cls.supports_kv_cache_dtype(kv_cache_dtype), f"KV cache {kv_cache_dtype}"),
-            (cls.supports_block_size(block_size), f"block size {block_size}"),
+            (
+                cls.supports_block_size(block_size),
+                f"block size {block_size} (it takes {cls.block_sizes_in_words()})",
+            ),
             (cls.is_mla() == use_mla, f"{_yes(use_mla)} latent attention"),
             (cls.is_sparse() == use_sparse, f"{_yes(use_sparse)} sparse selection"),
             (cls.supports_attn_type(attn_type), f"attention type {_value(attn_type)}"),
