@@ -18,6 +18,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 LIBRARY = "vllm._cpu_kernels"
@@ -102,6 +103,16 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
+class SourceArchive(sdist):
+    """A source archive from which a wheel can be built: with the requirements."""
+
+    def make_distribution(self) -> None:
+        self.filelist.extend(
+            str(p.relative_to(ROOT)) for p in (ROOT / "requirements").glob("*.txt")
+        )
+        super().make_distribution()
+
+
 def _run(command: list[str]) -> None:
     subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
 
@@ -132,5 +143,9 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
+    cmdclass={
+        "build_ext": BuildKernels,
+        "bdist_wheel": PlatformWheel,
+        "sdist": SourceArchive,
+    },
 )
