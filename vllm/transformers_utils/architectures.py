@@ -8,6 +8,8 @@ from typing import Any
 
 # HF architecture -> "module:Class", resolved only for the model being loaded.
 ARCHITECTURES: dict[str, str | type[Any]] = {
+    "DeepseekV2ForCausalLM": "vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM",
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "vllm.model_executor.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2:Qwen2ForCausalLM",

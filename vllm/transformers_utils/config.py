@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from vllm.transformers_utils import gguf_config
 from vllm.transformers_utils.architectures import pick_architecture
 from vllm.transformers_utils.gguf import open_gguf
-from vllm.transformers_utils.source import ModelSource
+from vllm.transformers_utils.source import ModelSource, recommended_sampling
 
 # Bookkeeping of the library that wrote generation_config.json.
 _GENERATION_NOISE = ("_from_model_config", "transformers_version")
@@ -47,7 +47,8 @@ def get_generation_config(source: ModelSource) -> dict[str, Any]:
     `eos_token_id`, when present, is always a list of ids.
     """
     if source.kind == "gguf":
-        return gguf_config.generation_config(open_gguf(source.path))
+        stated = gguf_config.generation_config(open_gguf(source.path))
+        return {**recommended_sampling(source), **stated}
     path = Path(source.path) / "generation_config.json"
     if not path.is_file():
         return {}

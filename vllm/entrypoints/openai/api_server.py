@@ -328,10 +328,12 @@ def _say_ready(context: ServingContext, sock: socket.socket, args: Any) -> None:
     host, port = sock.getsockname()[:2]
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     scheme = "https" if args.ssl_certfile else "http"
-    body = {
+    body: dict[str, Any] = {
         "model": context.names[0],
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
+    if "temperature" not in context.default_sampling:
+        body["temperature"] = 0
     key = ' -H "Authorization: Bearer $API_KEY"' if args.api_key else ""
     print(
         f"\nvLLM {__version__} is ready on {scheme}://{shown}:{port}  Try:\n\n"
