@@ -52,7 +52,7 @@ def check_kv_cache_dtype(model_config: ModelConfig, cache_config: CacheConfig) -
     name = cache_config.cache_dtype
     fmt = by_name(name)
     if model_config.use_mla:
-        if fmt.mode.is_nvfp4 or fmt.mode.is_turboquant:
+        if not fmt.latent_capable:
             raise ValueError(
                 f"KV cache dtype {name} stores keys and values per head, but "
                 f"{model_config.model} caches one latent per token. Use auto, fp8, or "

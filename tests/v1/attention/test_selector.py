@@ -35,9 +35,20 @@ def test_every_accepted_dtype_is_served_or_refused_in_words(fmt, dtype):
 
 
 @pytest.mark.parametrize("fmt", all_formats(), ids=lambda f: f.name)
-def test_latent_attention_is_refused_in_words(fmt):
-    with pytest.raises(ValueError, match="CPU_MLA"):
+def test_latent_attention_is_served_or_refused_in_words(fmt):
+    if fmt.latent_capable:
+        assert get_attn_backend(576, BF16, fmt.name, use_mla=True).get_name() == (
+            "CPU_MLA"
+        )
+        return
+    with pytest.raises(ValueError, match=f"CPU_MLA: KV cache {fmt.name}"):
         get_attn_backend(576, BF16, fmt.name, use_mla=True)
+
+
+@pytest.mark.parametrize("name", ["fp8_ds_mla", "nvfp4_ds_mla"])
+def test_deepseeks_records_are_refused_for_another_latent(name):
+    with pytest.raises(ValueError, match=f"{name}.*head_size=320.*512 . 64"):
+        get_attn_backend(320, BF16, name, use_mla=True)
 
 
 def test_an_unknown_dtype_lists_the_accepted_ones():

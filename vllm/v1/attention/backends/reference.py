@@ -29,6 +29,9 @@ from vllm.v1.kv_formats import KVFormat, KVScales, all_formats, by_mode, by_name
 # States decoded to float32 at once; bounds the memory of one chunk.
 _MAX_CHUNK_STATES = 8192
 
+# Keys [R, S, Hkv, D], values [R, S, Hkv, Dv], and which query sees which: [R, n, S].
+Chunk = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class ReferenceAttentionBackend(AttentionBackend):
     """Serves every format that stores a K and a V per head."""
@@ -167,17 +170,31 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             return output.zero_()
         for group in _groups(attn_metadata):
             index = _token_indices(group, query.device)
-            attended = self._running(query[index], output.shape[-1])
             if self.attn_type == AttentionType.ENCODER_ONLY:
                 chunks = self._chunk_of_step(group, index, key, value)
             else:
                 chunks = self._chunks_of_cache(
-                    group, layer, kv_cache, attn_metadata, output.shape[-1]
+                    group, layer, kv_cache, attn_metadata, self._value_size(output)
                 )
-            for chunk in chunks:
-                attended.add(*chunk)
-            output[index] = attended.result().to(output.dtype)
+            output[index] = self._attend(query[index], chunks, layer, output)
         return output
+
+    def _value_size(self, output: torch.Tensor) -> int:
+        """Elements of a stored value."""
+        return output.shape[-1]
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        chunks: Iterator[Chunk],
+        layer: AttentionLayer,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """What queries [R, n, Hq, D] see in the chunks: [R, n, Hq, Dv], as `output`."""
+        attended = self._running(query, output.shape[-1])
+        for chunk in chunks:
+            attended.add(*chunk)
+        return attended.result().to(output.dtype)
 
     def _running(self, query: torch.Tensor, head_size_v: int) -> OnlineSoftmax:
         return OnlineSoftmax(
@@ -195,7 +212,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         index: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[Chunk]:
         """Keys and values of this very step, for layers without a cache."""
         positions = torch.arange(group.query_len, device=key.device)[None]
         ends = torch.full((len(group.rows), 1), group.query_len, device=key.device)
@@ -209,7 +226,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         kv_cache: torch.Tensor,
         metadata: PagedAttentionMetadata,
         head_size_v: int,
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[Chunk]:
         """Stored keys and values of a group, from its first visible block on."""
         fmt, pages = self.format.resolve(kv_cache.dtype), kv_cache.view(torch.uint8)
         device, block_size = kv_cache.device, pages.shape[2]
@@ -218,7 +235,8 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         first = self._first_blocks(group, block_size)
         last = [cdiv(context, block_size) for context in group.contexts]
         width = max(b - a for a, b in zip(first, last, strict=True))
-        step = max(1, _MAX_CHUNK_STATES // (block_size * len(group.rows)))
+        states = self._max_chunk_states(group.query_len)
+        step = max(1, states // (block_size * len(group.rows)))
         first_block = torch.tensor(first, device=device)[:, None]
         last_block = torch.tensor(last, device=device)[:, None] - 1
         table = metadata.block_table[torch.tensor(group.rows, device=device)].long()
@@ -243,6 +261,10 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             value = value.masked_fill(~stored[..., None, None], 0.0)
             mask = self._mask(queries, keys, ends, group.causal)
             yield key.view(*keys.shape, *key.shape[1:]), value, mask
+
+    def _max_chunk_states(self, query_len: int) -> int:
+        """States of a group with such queries that may be decoded at once."""
+        return _MAX_CHUNK_STATES
 
     def _first_blocks(self, group: _Group, block_size: int) -> list[int]:
         """The first block that any query of a request can see."""

@@ -7,10 +7,17 @@ from typing import ClassVar
 
 import torch
 
-from vllm.v1.attention.backend import CacheDType
+from vllm.v1.attention.backend import (
+    AttentionMetadataBuilder,
+    CacheDType,
+    PagedAttentionMetadata,
+)
 from vllm.v1.attention.backends.optional import OptionalBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_formats import KVQuantMode, by_mode, by_name
+
+MLACommonMetadata = PagedAttentionMetadata
+MLACommonMetadataBuilder = AttentionMetadataBuilder
 
 
 class MLACommonBackend(OptionalBackend):

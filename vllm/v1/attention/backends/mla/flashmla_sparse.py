@@ -25,6 +25,9 @@ class FlashMLASparseBackend(MLACommonBackend):
         "fp8",
         "nvfp4_ds_mla",
     ]
+    kv_cache_dtype_meanings: ClassVar[dict[CacheDType, CacheDType]] = {
+        "fp8": "fp8_ds_mla"
+    }
     supported_devices = ("cuda",)
     required_packages = ("flash_mla",)
 
