@@ -12,7 +12,8 @@ from torch import nn
 
 from vllm.model_executor.layers.packed_weight import PackedWeight, pack_weight
 
-ShardId = str | int | None
+# Rows of a fused linear by name or number; (expert, matrix) of stacked experts.
+ShardId = str | int | tuple[int, str] | None
 LinearOutput = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -48,6 +49,8 @@ class LinearBase(nn.Module):
         self.return_bias = return_bias
         self.prefix = prefix
         self.packed: PackedWeight | None = None
+        # True where somebody reads the rows of the weight itself.
+        self.keeps_dense = False
         dtype = params_dtype or torch.get_default_dtype()
         weight = torch.empty(output_size, input_size, dtype=dtype)
         self.weight: nn.Parameter | None = _loadable(weight, self)
@@ -76,7 +79,7 @@ class LinearBase(nn.Module):
 
     def process_weights_after_loading(self) -> None:
         """Keeps the weight prepacked only, where that is faster. Idempotent."""
-        if self.packed is None and self.weight is not None:
+        if self.packed is None and self.weight is not None and not self.keeps_dense:
             self.packed = pack_weight(self.weight)
             if self.packed is not None:
                 self.weight = None

@@ -75,17 +75,24 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 class GatedMLP(nn.Module):
     """x [T, hidden] -> down(act(gate(x)) * up(x)) [T, hidden]."""
 
-    def __init__(self, config: Any, facts: DecoderFacts, prefix: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        facts: DecoderFacts,
+        prefix: str,
+        intermediate_size: int | None = None,
+    ) -> None:
         super().__init__()
+        size = intermediate_size or config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size,
-            [config.intermediate_size] * 2,
+            [size] * 2,
             bias=facts.mlp_bias,
             prefix=f"{prefix}.gate_up_proj",
             return_bias=False,
         )
         self.down_proj = RowParallelLinear(
-            config.intermediate_size,
+            size,
             config.hidden_size,
             bias=facts.mlp_bias,
             prefix=f"{prefix}.down_proj",
@@ -163,23 +170,13 @@ class SelfAttention(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm; the residual travels beside."""
 
-    def __init__(
-        self,
-        config: Any,
-        facts: DecoderFacts,
-        window: int | None,
-        vllm_config: VllmConfig,
-        rotary_emb: RotaryEmbedding,
-        prefix: str,
-    ) -> None:
+    def __init__(self, config: Any, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(config.hidden_size, eps=eps)
-        self.self_attn = SelfAttention(
-            config, facts, window, vllm_config, rotary_emb, f"{prefix}.self_attn"
-        )
+        self.self_attn = self_attn
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=eps)
-        self.mlp = GatedMLP(config, facts, f"{prefix}.mlp")
+        self.mlp = mlp
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rope: RopeRows
@@ -196,7 +193,10 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Embedding, layers and final norm: ids [T] -> hidden [T, hidden]."""
+    """Embedding, layers and final norm: ids [T] -> hidden [T, hidden].
+
+    Families with other parts override `make_rotary` and `make_layer`.
+    """
 
     def __init__(
         self, config: Any, facts: DecoderFacts, vllm_config: VllmConfig, prefix: str
@@ -205,19 +205,43 @@ class DecoderModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=f"{prefix}.embed_tokens"
         )
-        self.rotary_emb = _rotary(config, vllm_config)
+        self.rotary_emb = self.make_rotary(config, positions_needed(vllm_config))
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                config,
-                facts,
-                window,
-                vllm_config,
-                self.rotary_emb,
-                f"{prefix}.layers.{i}",
-            )
-            for i, window in enumerate(facts.windows)
+            self.make_layer(config, facts, vllm_config, i, f"{prefix}.layers.{i}")
+            for i in range(len(facts.windows))
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def make_rotary(self, config: Any, num_positions: int) -> RotaryEmbedding:
+        """The rotation of every layer's heads; 0 positions: as many as config says."""
+        return get_rope(
+            head_size(config),
+            config.max_position_embeddings,
+            rope_parameters=config.rope_parameters,
+            num_positions=num_positions or config.max_position_embeddings,
+        )
+
+    def make_layer(
+        self,
+        config: Any,
+        facts: DecoderFacts,
+        vllm_config: VllmConfig,
+        index: int,
+        prefix: str,
+    ) -> DecoderLayer:
+        """Layer `index`, whose parts are named below `prefix`."""
+        return DecoderLayer(
+            config,
+            SelfAttention(
+                config,
+                facts,
+                facts.windows[index],
+                vllm_config,
+                self.rotary_emb,
+                f"{prefix}.self_attn",
+            ),
+            GatedMLP(config, facts, f"{prefix}.mlp"),
+        )
 
     def forward(
         self,
@@ -239,19 +263,12 @@ def head_size(config: Any) -> int:
     return int(stated or config.hidden_size // config.num_attention_heads)
 
 
-def _rotary(config: Any, vllm_config: VllmConfig) -> RotaryEmbedding:
+def positions_needed(vllm_config: VllmConfig) -> int:
+    """How many positions will be used; 0 where no model config says."""
     model_config = vllm_config.model_config
-    longest = 0
-    if model_config is not None:
-        longest = max(model_config.max_model_len, 0) or (
-            model_config.derived_max_model_len
-        )
-    return get_rope(
-        head_size(config),
-        config.max_position_embeddings,
-        rope_parameters=config.rope_parameters,
-        num_positions=longest or config.max_position_embeddings,
-    )
+    if model_config is None:
+        return 0
+    return max(model_config.max_model_len, 0) or model_config.derived_max_model_len
 
 
 class DenseForCausalLM(nn.Module):
@@ -262,6 +279,7 @@ class DenseForCausalLM(nn.Module):
     """
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = PACKED_MODULES
+    model_cls: ClassVar[type[DecoderModel]] = DecoderModel
 
     @classmethod
     def facts(cls, config: Any) -> DecoderFacts:
@@ -277,7 +295,7 @@ class DenseForCausalLM(nn.Module):
             facts = replace(facts, windows=(None,) * len(facts.windows))
         self.config = config
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
-        self.model = DecoderModel(
+        self.model = self.model_cls(
             config, facts, vllm_config, maybe_prefix(prefix, "model")
         )
         self.lm_head = ParallelLMHead(

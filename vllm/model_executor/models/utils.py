@@ -4,7 +4,7 @@ Knows names, shards and shapes. Refuses to know file formats.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention.kv_layer import (
     KVCacheLayer,
     extract_layer_index,
 )
+from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import LinearBase, ShardId
 
 __all__ = [
@@ -37,6 +38,16 @@ _SHARDS: dict[str, tuple[str, ShardId]] = {
     "v_proj": ("qkv_proj", "v"),
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
+}
+
+# One matrix of one expert: where it goes in the stacks of `FusedMoE`.
+_EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<id>\d+)\.(?P<proj>gate|down|up)_proj\.weight"
+)
+_EXPERT_SHARDS = {
+    "gate": ("w13_weight", "w1"),
+    "down": ("w2_weight", "w2"),
+    "up": ("w13_weight", "w3"),
 }
 
 # Scales of the KV cache under the names that quantisation tools write.
@@ -73,17 +84,25 @@ def maybe_prefix(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def weight_target(name: str) -> WeightTarget | None:
-    """The place of a checkpoint tensor by its name; None for one to skip."""
+def weight_target(name: str, params: Container[str]) -> WeightTarget | None:
+    """The place of a checkpoint tensor by its name, given the model's parameters;
+    None for one to skip."""
     if _IGNORED.fullmatch(name):
         return None
     scale = _KV_SCALE.fullmatch(name)
     if scale is not None:
         which = tuple(w for w in "kv" if scale[w]) or ("k", "v")
         return WeightTarget(layer=f"{scale['attn']}.attn", scales=which)
+    expert = _EXPERT.fullmatch(name)
+    if expert is not None:
+        stack, which_matrix = _EXPERT_SHARDS[expert["proj"]]
+        return WeightTarget(
+            param=f"{expert['experts']}.{stack}",
+            shard=(int(expert["id"]), which_matrix),
+        )
     head, _, leaf = name.rpartition(".")
     path, _, module = head.rpartition(".")
-    if module in _SHARDS:
+    if module in _SHARDS and name not in params:
         fused, shard = _SHARDS[module]
         return WeightTarget(param=f"{path}.{fused}.{leaf}", shard=shard)
     return WeightTarget(param=name)
@@ -134,7 +153,7 @@ def plan_weights(
     }
     targets: dict[str, WeightTarget | None] = {}
     for info in infos:
-        target = None if info.name in skip else weight_target(info.name)
+        target = None if info.name in skip else weight_target(info.name, params)
         targets[info.name] = target
         if target is None:
             continue
@@ -151,9 +170,11 @@ def _pieces(
     name: str, param: nn.Parameter, modules: dict[str, nn.Module]
 ) -> dict[ShardId, tuple[int, ...]]:
     """Shape of each checkpoint tensor that together fill a parameter."""
-    owner, _, _ = name.rpartition(".")
+    owner, _, leaf = name.rpartition(".")
     fused = PACKED_MODULES.get(owner.rpartition(".")[2])
     module = modules[owner]
+    if isinstance(module, FusedMoE):
+        return dict(module.checkpoint_pieces(leaf))
     if fused is None or not isinstance(module, LinearBase):
         return {None: tuple(param.shape)}
     shards = [_SHARDS[part][1] for part in fused]
@@ -214,6 +235,10 @@ def _raise_missing(
 
 
 def _checkpoint_name(param: str, shard: ShardId) -> str:
+    if isinstance(shard, tuple):
+        expert, which = shard
+        proj = next(p for p, (_, w) in _EXPERT_SHARDS.items() if w == which)
+        return f"{param.rpartition('.')[0]}.{expert}.{proj}_proj.weight"
     for part, (fused, its_shard) in _SHARDS.items():
         if shard == its_shard and f".{fused}." in param:
             return param.replace(f".{fused}.", f".{part}.")

@@ -1,5 +1,6 @@
 """Attention layers: they own a KV cache and call a backend."""
 
 from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "MLAAttention"]
