@@ -98,7 +98,8 @@ class Request:
 
     `num_computed_tokens` counts tokens whose KV is computed or will be by the steps
     already scheduled; `num_output_placeholders` counts tokens that such steps will
-    sample. `num_cached_tokens` is what the prefix cache and the connector saved at the
+    sample, `num_stale_outputs` those before them that are to be dropped.
+    `num_cached_tokens` is what the prefix cache and the connector saved at the
     first admission, -1 before it.
     """
 
@@ -267,6 +268,11 @@ class Request:
     ) -> None:
         """Notes that something happened; the next output carries it to the client."""
         self.events.append(EngineCoreEvent.new_event(event_type, timestamp))
+
+    def drop_outputs_under_way(self) -> None:
+        """Makes tokens that scheduled steps will bring count for nothing."""
+        self.num_stale_outputs += self.num_output_placeholders
+        self.num_output_placeholders = 0
 
     def take_events(self) -> list[EngineCoreEvent] | None:
         """The events since the last call, or None."""

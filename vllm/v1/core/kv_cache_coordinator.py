@@ -176,6 +176,11 @@ class KVCacheCoordinator(ABC):
         )
 
     @property
+    def can_step_back(self) -> bool:
+        """Says whether a request can go back by a token in all groups."""
+        return all(manager.can_step_back for manager in self.single_type_managers)
+
+    @property
     def step_alignment_tokens(self) -> int:
         """Positions at which the results of a step can be cached in all groups."""
         return lcm(*(m.step_alignment_tokens for m in self.single_type_managers))

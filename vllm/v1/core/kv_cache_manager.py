@@ -203,11 +203,12 @@ class KVCacheManager:
             )
         computed_blocks = new_computed_blocks or self.empty_kv_cache_blocks
         num_local = request.num_computed_tokens + num_new_computed_tokens
-        total_computed = min(
-            num_local + num_external_computed_tokens, self.max_model_len
-        )
-        num_known = total_computed + num_new_tokens
+        num_computed = num_local + num_external_computed_tokens
+        num_known = min(num_computed + num_new_tokens, self.max_model_len)
         num_slots = min(num_known + num_lookahead_tokens, self.max_model_len)
+        # Even if every token is loaded, the last one is computed again here, and what
+        # it attends to is kept.
+        num_attended = min(num_computed, max(request.num_tokens - 1, num_local))
         self.coordinator.remove_skipped_blocks(
             request.request_id,
             request.num_computed_tokens - request.num_output_placeholders,
@@ -223,9 +224,9 @@ class KVCacheManager:
                 num_tokens=num_tokens,
                 new_computed_blocks=computed_blocks.blocks,
                 num_encoder_tokens=num_encoder_tokens,
-                total_computed_tokens=total_computed,
+                total_computed_tokens=num_attended,
                 num_local_computed_tokens=num_local,
-                num_tokens_main_model=min(num_known, self.max_model_len),
+                num_tokens_main_model=num_known,
                 apply_admission_cap=apply_admission_cap,
             )
 
@@ -239,13 +240,10 @@ class KVCacheManager:
             request.request_id,
             computed_blocks.blocks,
             num_local,
-            num_external_computed_tokens,
+            num_attended - num_local,
         )
         new_blocks = self.coordinator.allocate_new_blocks(
-            request.request_id,
-            num_slots,
-            min(num_known, self.max_model_len),
-            num_encoder_tokens,
+            request.request_id, num_slots, num_known, num_encoder_tokens
         )
         # Tokens not known yet (drafts, samples under way) cannot be hashed.
         if not delay_cache_blocks:

@@ -29,6 +29,8 @@ class SingleTypeKVCacheManager(ABC):
 
     #: Says whether every prefix of a hit is a hit: then a hit is shortened by cutting it.
     hits_are_prefix_closed: ClassVar[bool] = False
+    #: Says whether a request can go back by a token, keeping its blocks.
+    can_step_back: ClassVar[bool] = True
     #: Says whether token counts given to this manager are the encoder's.
     counts_encoder_tokens: ClassVar[bool] = False
 

@@ -7,7 +7,7 @@ which a step ended.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.v1.core.block_hash import BlockHashList, KVCacheBlock
 from vllm.v1.core.block_pool import BlockPool
@@ -21,6 +21,8 @@ _MODES = ("none", "all", "align")
 class MambaManager(SingleTypeKVCacheManager):
     """States are cached once the step that computes them is behind: a request of the
     same step could not start from them."""
+
+    can_step_back: ClassVar[bool] = False
 
     def __init__(
         self, kv_cache_spec: MambaSpec, block_pool: BlockPool, **kwargs: Any

@@ -139,7 +139,8 @@ class Admission:
             num_new_computed_tokens=hit.num_local,
             new_computed_blocks=hit.blocks,
             num_external_computed_tokens=num_external,
-            delay_cache_blocks=hit.external.load_async,
+            # Loaded content is cached when it has come.
+            delay_cache_blocks=num_external > 0,
             full_sequence_must_fit=self.limits.reserve_full_sequence,
             reserved_blocks=reserved_blocks,
             has_scheduled_reqs=has_others,
@@ -148,7 +149,7 @@ class Admission:
             self._forget_lookup(request, hit)
             return Verdict.NO_ROOM, 0
         if request.num_computed_tokens == 0:
-            self.transfer.allocated(request, hit.num_local, num_external)
+            self.transfer.allocated(request, hit.num_local, hit.external)
             request.num_external_computed_tokens = num_external
         request.num_computed_tokens = start
         if request.num_cached_tokens < 0:

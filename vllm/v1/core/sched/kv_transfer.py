@@ -4,7 +4,7 @@ Knows which requests wait for transfers. Knows nothing of bytes. Without a conne
 answer is "nothing".
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,7 +62,8 @@ class KVTransfer:
 
     `finished_recving` and `failed_recving` name requests whose load is over and not yet
     acted upon; `awaited` counts, for finished requests, the transfers that still use
-    their blocks.
+    their blocks. Blocks loaded within a step are cached only when its output says that
+    nothing failed: until then `is_loading_in_step` is true of their request.
     """
 
     def __init__(
@@ -74,6 +75,10 @@ class KVTransfer:
         self.failed_recving: set[str] = set()
         self.awaited: Counter[str] = Counter()
         self.stats = PrefixCacheStats()
+        # For each step under way, oldest first, the blocks being filled by request.
+        self._steps: deque[dict[str, set[int]]] = deque()
+        self._this_step: dict[str, set[int]] = {}
+        self._num_loads: Counter[str] = Counter()
         self._tell("bind_gpu_block_pool", kv_cache_manager.block_pool)
         self._tell("bind_kv_cache_manager", kv_cache_manager)
 
@@ -99,26 +104,60 @@ class KVTransfer:
         )
         if num_tokens is None:
             return None
-        # The last token is computed here in any case: a load within the step leaves it
-        # out, one outside may bring it along.
-        room = request.num_tokens - num_local_tokens
-        num_tokens = min(num_tokens, room if load_async else room - 1)
-        if num_tokens <= 0:
+        # The last token is computed here in any case. A load outside of a step may bring
+        # it along, where a request can go back by a token.
+        may_bring_all = load_async and self.kv_cache_manager.coordinator.can_step_back
+        room = request.num_tokens - num_local_tokens - (not may_bring_all)
+        num_tokens = min(num_tokens, room)
+        saved = min(num_tokens, request.num_tokens - 1 - num_local_tokens)
+        if saved <= 0:
             return NO_EXTERNAL_HIT
         return ExternalHit(num_tokens=num_tokens, load_async=load_async)
 
-    def allocated(self, request: Request, num_local: int, num_external: int) -> None:
+    def allocated(self, request: Request, num_local: int, hit: ExternalHit) -> None:
         """Tells the connector that an admitted request has its blocks."""
         if self.connector is None:
             return
+        num_external = hit.num_tokens
         blocks = self.kv_cache_manager.get_blocks(request.request_id)
         self.connector.update_state_after_alloc(request, blocks, num_external)
+        if num_external and not hit.load_async:
+            self._num_loads[request.request_id] += 1
+            self._this_step[request.request_id] = {
+                block.block_id
+                for group, size in zip(blocks.blocks, self._block_sizes(), strict=True)
+                for block in group[num_local // size :]
+                if not block.is_null
+            }
         if not request.skip_reading_prefix_cache:
             self.stats.record(
                 num_tokens=request.num_tokens - num_local,
                 num_hits=num_external,
                 preempted=request.num_preemptions > 0,
             )
+
+    def _block_sizes(self) -> list[int]:
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        return [manager.block_size for manager in managers]
+
+    def is_loading_in_step(self, request_id: str) -> bool:
+        """Says whether a step under way fills blocks of the request."""
+        return request_id in self._num_loads
+
+    def step_is_decided(self) -> None:
+        """Closes the list of loads of the step that was just scheduled."""
+        if self.connector is not None:
+            self._steps.append(self._this_step)
+            self._this_step = {}
+
+    def take_loads_of_oldest_step(self) -> dict[str, set[int]]:
+        """The loads of the step whose output has come: block ids by request."""
+        loads = self._steps.popleft() if self._steps else {}
+        self._num_loads.subtract(loads.keys())
+        for req_id in loads:
+            if self._num_loads[req_id] <= 0:
+                del self._num_loads[req_id]
+        return loads
 
     def build_meta(self, output: SchedulerOutput) -> Any:
         """What the workers' connectors do in this step, or None."""

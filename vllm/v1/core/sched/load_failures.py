@@ -34,43 +34,63 @@ class LoadFailures:
         self.book = book
         self.admission = admission
 
-    def handle(self, news: KVConnectorOutput) -> set[str]:
-        """Takes in failed loads; returns the ids of requests whose output is void.
+    def take_loads(self, news: KVConnectorOutput | None) -> set[str]:
+        """Takes in how the loads of a step went, from its output; returns the ids of
+        requests of which this output is void.
 
-        What they, and requests that share their blocks, computed from the first failed
-        block on is forgotten.
+        Blocks that were loaded are cached now. Requests that rest on blocks whose load
+        failed start again or end, and what was computed from those is forgotten.
         """
-        if not news.invalid_block_ids:
+        loads = self.admission.transfer.take_loads_of_oldest_step()
+        invalid = news.invalid_block_ids if news is not None else set()
+        failed = {req_id for req_id, ids in loads.items() if ids & invalid}
+        for req_id in loads.keys() - failed:
+            self._cache_loaded(self.book.requests.get(req_id))
+        if not invalid:
             return set()
+        # Blocks of loads within a step may belong to other requests by now. The rest was
+        # loaded outside of steps, or is reported late: whoever holds it is spoiled.
+        others = invalid.difference(*loads.values())
         manager = self.admission.kv_cache_manager
         unfinished = [*self.book.running, *self.book.waiting]
-        spoiled = find_spoiled_blocks(unfinished, news.invalid_block_ids, manager)
+        spoiled = find_spoiled_blocks(unfinished, others, manager)
         # Last ones first: preempted requests keep their order at the queue's front.
         for request in reversed(unfinished):
-            if request.request_id in spoiled:
+            if request.request_id in spoiled or request.request_id in failed:
                 self._restart_or_end(request)
         if spoiled:
             manager.evict_blocks(set().union(*spoiled.values()))
         logger.warning(
             "a connector failed to load %d blocks: %d requests are %s",
-            len(news.invalid_block_ids),
-            len(spoiled),
+            len(invalid),
+            len(failed | spoiled.keys()),
             "computed again" if self.recompute else "ended",
         )
-        return set(spoiled)
+        return failed | spoiled.keys()
+
+    def _cache_loaded(self, request: Request | None) -> None:
+        if request is None or request.status != RequestStatus.RUNNING:
+            return
+        if not self.admission.transfer.is_loading_in_step(request.request_id):
+            self.admission.kv_cache_manager.cache_blocks(
+                request, min(request.num_computed_tokens, request.num_tokens)
+            )
 
     def _restart_or_end(self, request: Request) -> None:
         if not self.recompute:
             self.book.end(request, RequestStatus.FINISHED_ERROR)
-        elif request.status == RequestStatus.RUNNING:
-            self.book.preempt(request, drop_stale_output=True)
-            request.skip_external_cache = True
-        elif request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             # Its blocks are free once the rest of the load is over.
             self.admission.transfer.failed_recving.add(request.request_id)
+            return
+        if request.status == RequestStatus.RUNNING:
+            self.book.preempt(request)
         else:
             self.admission.release(request)
-            request.skip_external_cache = True
+        # What is under way was computed from the failed blocks.
+        request.drop_outputs_under_way()
+        request.skip_external_cache = True
 
 
 def find_spoiled_blocks(

@@ -84,8 +84,7 @@ class RequestBook:
         request.num_preemptions += 1
         request.spec_token_ids = []
         if drop_stale_output:
-            request.num_stale_outputs += request.num_output_placeholders
-            request.num_output_placeholders = 0
+            request.drop_outputs_under_way()
         self.waiting.prepend_request(request)
 
     def leave_queues(self, requests: list[Request]) -> None:

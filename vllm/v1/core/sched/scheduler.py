@@ -140,6 +140,7 @@ class Scheduler(SchedulerInterface):
             new_block_ids_to_zero=self.kv_cache_manager.take_new_block_ids(),
         )
         output.kv_connector_metadata = self.transfer.build_meta(output)
+        self.transfer.step_is_decided()
         self._num_steps += 1
         for request in plan.scheduled:
             self._count_progress(request, plan.num_tokens[request.request_id])
@@ -179,12 +180,19 @@ class Scheduler(SchedulerInterface):
     def _grow(
         self, request: Request, num_new_tokens: int, plan: StepPlan
     ) -> KVCacheBlocks | None:
-        """Extends a request's blocks, preempting the last running requests until there
-        is room; None when it had to be preempted itself."""
+        """Extends a request's blocks. Until there is room, requests give theirs back in
+        the reverse order of the policy: those that wait with loaded blocks, then running
+        ones. None when the request had to give back its own."""
         while True:
-            blocks = self.kv_cache_manager.allocate_slots(request, num_new_tokens)
+            blocks = self.kv_cache_manager.allocate_slots(
+                request,
+                num_new_tokens,
+                delay_cache_blocks=self.transfer.is_loading_in_step(request.request_id),
+            )
             if blocks is not None:
                 return blocks
+            if self._reclaims_loaded_blocks():
+                continue
             victim = self.running[-1]
             self._preempt_request(victim, plan.timestamp)
             plan.preempted.append(victim)
@@ -224,7 +232,9 @@ class Scheduler(SchedulerInterface):
                 has_others=bool(self.running),
             )
             if verdict in (Verdict.NO_ROOM, Verdict.NO_BUDGET):
-                if self._makes_room(request, plan):
+                self.waiting.prepend_requests(plan.skipped)
+                plan.skipped.clear()
+                if self._makes_room(request):
                     continue
                 break
             self.waiting.pop_request()
@@ -253,7 +263,21 @@ class Scheduler(SchedulerInterface):
             if request.num_tokens - request.num_computed_tokens > 1
         )
 
-    def _makes_room(self, request: Request, plan: StepPlan) -> bool:
+    def _reclaims_loaded_blocks(self, keep: Request | None = None) -> bool:
+        """Takes back the blocks of the last waiting request that has any, because a
+        connector loaded them; it is loaded again later. False when there is none."""
+        if self.connector is None:
+            return False
+        pool = self.kv_cache_manager.block_pool
+        num_free = pool.get_num_free_blocks()
+        for other in reversed(list(self.waiting)):
+            if other is not keep and self.admission.is_ready(other):
+                self.admission.release(other)
+                if pool.get_num_free_blocks() > num_free:
+                    return True
+        return False
+
+    def _makes_room(self, request: Request) -> bool:
         """Sees to it that the first waiting request does not wait for ever.
 
         While anything runs, blocks will come free. Otherwise another waiting request
@@ -262,11 +286,8 @@ class Scheduler(SchedulerInterface):
         """
         if self.running:
             return False
-        for other in reversed([*plan.skipped, *self.waiting]):
-            is_loading = other.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            if other is not request and other.num_computed_tokens and not is_loading:
-                self.admission.release(other)
-                return True
+        if self._reclaims_loaded_blocks(keep=request):
+            return True
         if self.admission.may_get_more_blocks(request):
             return False  # transfers under way hold the rest
         logger.error(
@@ -300,7 +321,7 @@ class Scheduler(SchedulerInterface):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         transfers = model_runner_output.kv_connector_output
-        void = self.load_failures.handle(transfers) if transfers else set()
+        void = self.load_failures.take_loads(transfers)
         news: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         sampled_rows = model_runner_output.sampled_token_ids
         stopped: list[Request] = []
@@ -417,7 +438,7 @@ class Scheduler(SchedulerInterface):
             for request in reversed(self.running[:]):
                 self._preempt_request(request, now, drop_stale_output=True)
             for request in self.waiting:
-                if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                if self.admission.is_ready(request):
                     self.admission.release(request)
         done = self.kv_cache_manager.reset_prefix_cache()
         return (not reset_connector or self.reset_connector_cache()) and done
