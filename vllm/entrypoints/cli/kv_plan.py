@@ -55,8 +55,11 @@ def plan_without_weights(engine_args: EngineArgs) -> KVPlan:
     """The plan that an engine with these arguments would make.
 
     The model is built without storage, so each layer's own backend and hook are asked,
-    as at start-up. Raises ValueError for what the engine would refuse.
+    as at start-up. Raises ValueError for what the engine would refuse; how the weights
+    are quantised does not matter here.
     """
+    overrides = {"quantization_config": None, **(engine_args.hf_overrides or {})}
+    engine_args = replace(engine_args, hf_overrides=overrides)
     config = engine_args.create_engine_config()
     _register_layers(config)
     current_platform.update_block_size_for_backend(config)
