@@ -1,10 +1,12 @@
 """Offline generation: one output per prompt, in order, equal to the reference model."""
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from vllm import LLM, SamplingParams
@@ -61,7 +63,9 @@ def test_greedy_tokens_equal_the_reference(
         assert output.prompt == prompt and output.prompt_token_ids == ids
         completion = output.outputs[0]
         assert completion.token_ids == greedy(reference, ids, 10)
-        expected = llm.get_tokenizer().decode(ids + completion.token_ids)
+        expected = llm.get_tokenizer().decode(
+            ids + completion.token_ids, skip_special_tokens=True
+        )
         assert prompt + completion.text == expected
         assert completion.finish_reason == "length" and output.finished
 
@@ -213,9 +217,7 @@ def test_progress_tells_token_rates(llm: LLM) -> None:
     bars = []
 
     def make(**kwargs: Any) -> Any:
-        from tqdm import tqdm
-
-        bars.append(tqdm(**kwargs, disable=None))
+        bars.append(tqdm(**kwargs, file=io.StringIO()))
         return bars[0]
 
     llm.generate(PROMPTS, GREEDY, use_tqdm=make)

@@ -123,6 +123,8 @@ class MsgpackDecoder:
         """Takes one frame or a sequence of frames (bytes, or ZeroMQ frames)."""
         if isinstance(frames, (bytes, bytearray, memoryview)):
             frames = [frames]
+        if not frames:
+            raise msgspec.DecodeError("the message has no frames")
         self._frames = frames
         try:
             return self._decoder.decode(frames[0])

@@ -163,6 +163,11 @@ def test_malformed_arrays_are_refused(header: tuple) -> None:
         MsgpackDecoder().decode(ext(1, msgspec.msgpack.encode(header)))
 
 
+def test_a_message_without_frames_is_refused() -> None:
+    with pytest.raises(msgspec.DecodeError, match="no frames"):
+        MsgpackDecoder().decode([])
+
+
 def test_a_field_of_array_type_takes_no_other_data() -> None:
     with pytest.raises(msgspec.ValidationError):
         roundtrip({"tensor": [1, 2]}, Message)

@@ -7,21 +7,19 @@ Knows requests as tokens. Refuses to know text, sockets and callers.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from math import gcd, lcm
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.import_utils import resolve_qualname
-from vllm.utils.mem_utils import format_gib
+from vllm.utils.mem_utils import format_bytes
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
     get_request_block_hasher,
     init_none_hash,
 )
-from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -62,12 +60,11 @@ class EngineCore:
         try:
             self.kv_cache_config = self._initialize_kv_caches()
             self.structured_output_manager = StructuredOutputManager(vllm_config)
-            block_sizes = resolve_block_sizes(self.kv_cache_config, vllm_config)
-            self.scheduler = self._build_scheduler(*block_sizes)
+            self.scheduler = self._build_scheduler()
         except BaseException:
             self.model_executor.shutdown()
             raise
-        self._block_hasher = self._build_block_hasher(block_sizes[1])
+        self._block_hasher = self._build_block_hasher()
         self._failures: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         logger.info("Engine core is ready after %.1f s", time.monotonic() - started)
 
@@ -83,7 +80,9 @@ class EngineCore:
             executor.determine_available_memory() if has_cache else [0] * len(specs)
         )
         max_len = config.model_config.max_model_len
-        plans = get_kv_cache_configs(config, specs, available)
+        plans = get_kv_cache_configs(
+            config, specs, available, layer_formats=executor.get_layer_formats()
+        )
         if config.model_config.max_model_len != max_len:
             executor.collective_rpc(
                 "update_max_model_len", args=(config.model_config.max_model_len,)
@@ -95,9 +94,7 @@ class EngineCore:
             _say_cache(config, plans[0])
         return scheduler_plan
 
-    def _build_scheduler(
-        self, block_size: int, hash_block_size: int
-    ) -> SchedulerInterface:
+    def _build_scheduler(self) -> Any:
         cls: Any = self.vllm_config.scheduler_config.scheduler_cls or Scheduler
         if isinstance(cls, str):
             cls = resolve_qualname(cls)
@@ -105,14 +102,11 @@ class EngineCore:
             vllm_config=self.vllm_config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=self.structured_output_manager,
-            block_size=block_size,
-            hash_block_size=hash_block_size,
+            block_size=self.vllm_config.cache_config.block_size,
             log_stats=self.log_stats,
         )
 
-    def _build_block_hasher(
-        self, hash_block_size: int
-    ) -> Callable[[Request], list[Any]] | None:
+    def _build_block_hasher(self) -> Callable[[Request], list[Any]] | None:
         """What hashes the full blocks of a request; None when nobody looks them up."""
         cache_config = self.vllm_config.cache_config
         uses_hashes = cache_config.enable_prefix_caching
@@ -120,7 +114,7 @@ class EngineCore:
             return None
         hash_fn = get_hash_fn_by_name(cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        return get_request_block_hasher(hash_block_size, hash_fn)
+        return get_request_block_hasher(self.scheduler.hash_block_size, hash_fn)
 
     def ready_report(self) -> dict[str, Any]:
         """What start-up decided, for a front-end in another process."""
@@ -243,21 +237,6 @@ UTILITIES = frozenset(
 )
 
 
-def resolve_block_sizes(
-    plan: KVCacheConfig, vllm_config: VllmConfig
-) -> tuple[int, int]:
-    """Tokens after which the blocks of all groups end together, and tokens of the
-    smallest unit that divides every group's blocks: the unit of prefix hashes."""
-    sizes = [group.kv_cache_spec.block_size for group in plan.kv_cache_groups]
-    if not sizes:
-        sizes = [vllm_config.cache_config.block_size]
-    parallel = vllm_config.parallel_config
-    ranks = (
-        parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
-    )
-    return lcm(*sizes) * ranks, gcd(*sizes) * ranks
-
-
 def _begin_auto_fit(vllm_config: VllmConfig) -> None:
     """Gives workers a length to build with where the user asked for what fits (-1)."""
     model_config = vllm_config.model_config
@@ -283,10 +262,10 @@ def _say_cache(vllm_config: VllmConfig, plan: KVCacheConfig) -> None:
             token_bytes += spec.unpadded_page_size_bytes / spec.block_size
     size = sum(tensor.size for tensor in plan.kv_cache_tensors)
     logger.info(
-        "KV cache: backend %s, format %s, %s bytes per token, %s blocks, %s GiB",
+        "KV cache: backend %s, format %s, %s bytes per token, %s blocks, %s",
         ", ".join(sorted(backends)) or "of the workers",
         ", ".join(formats) or vllm_config.cache_config.cache_dtype,
         f"{token_bytes:,.0f}",
         f"{plan.num_blocks:,}",
-        format_gib(size),
+        format_bytes(size),
     )

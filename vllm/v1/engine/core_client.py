@@ -40,6 +40,7 @@ logger = init_logger(__name__)
 _STOP_GRACE_S = 10.0
 # How long messages of a process that has ended may still be on their way.
 _LAST_WORDS_S = 0.2
+_CONNECT_POLL_MS = 20
 
 
 class EngineCoreClient(ABC):
@@ -227,8 +228,15 @@ class MPClient(EngineCoreClient):
     def _send(self, kind: EngineCoreRequestType, message: Any) -> None:
         if self.is_closed or self.is_dead:
             raise self.dead_error()
-        frames = self._encoder.encode(message)
-        self._input.send_multipart([kind.value, *frames])
+        frames = [kind.value, *self._encoder.encode(message)]
+        while True:
+            try:
+                self._input.send_multipart(frames, flags=zmq.NOBLOCK)
+                return
+            except zmq.Again:  # nobody is connected: not yet, or not any more
+                if self.is_dead:
+                    raise self.dead_error() from None
+                self._input.poll(_CONNECT_POLL_MS, zmq.POLLOUT)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._send(EngineCoreRequestType.ADD, request)

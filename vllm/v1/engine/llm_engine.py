@@ -10,7 +10,7 @@ from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
 from vllm.v1.engine.input_processor import load_tokenizer
 from vllm.v1.engine.request_front import RequestFront
 from vllm.v1.metrics.loggers import (
@@ -73,6 +73,11 @@ class LLMEngine:
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
+
+    @property
+    def runs_in_process(self) -> bool:
+        """Whether the core, and so the model, is an object of this process."""
+        return isinstance(self.engine_core, InprocClient)
 
     def get_num_unfinished_requests(self) -> int:
         return self.output_processor.get_num_unfinished_requests()
