@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
@@ -26,6 +25,7 @@ from vllm.v1.engine.core_client import (
     InprocClient,
     SyncMPClient,
 )
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 PROMPT = list(range(20, 40))
 

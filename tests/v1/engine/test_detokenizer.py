@@ -7,6 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils.source import resolve_model
+from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.engine.detokenizer import (
     IncrementalDetokenizer,
     StreamPieces,
@@ -120,6 +122,21 @@ def test_streamed_text_equals_full_decode(name: str, text: str, wrap: bool) -> N
             continue  # the prompt ends inside a character
         got, deltas = stream(Wrapped(tokenizer) if wrap else tokenizer, prompt, output)
         assert got == full[len(before) :] == "".join(deltas)
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    return get_tokenizer(resolve_model("smollm2-135m"))
+
+
+@pytest.mark.parametrize("wrap", [False, True], ids=["stream", "window"])
+def test_a_real_tokenizer_streams_whole_characters(smollm2: Any, wrap: bool) -> None:
+    for text in TEXTS:
+        ids = smollm2.encode(text)
+        tokenizer = Wrapped(smollm2) if wrap else smollm2
+        got, deltas = stream(tokenizer, [], ids, skip_special_tokens=False)
+        assert got == text == "".join(deltas)
+        assert not any("\ufffd" in delta for delta in deltas)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

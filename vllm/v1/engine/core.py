@@ -34,9 +34,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 logger = init_logger(__name__)
 
-# How long a step that had nothing to compute waits before the next look at requests
-# whose KV another engine or tier still delivers.
-_WAIT_FOR_TRANSFER_S = 0.001
+# How long to wait between two looks at transfers: loads, for which requests wait, and
+# saves, for which only blocks do.
+_WAIT_FOR_LOADS_S = 0.001
+_WAIT_FOR_SAVES_S = 0.01
 
 
 class EngineCore:
@@ -171,11 +172,16 @@ class EngineCore:
                 raise
             outputs = self.scheduler.update_from_output(scheduled, computed)
             model_ran = scheduled.total_num_scheduled_tokens > 0
-            if not model_ran and self.scheduler.get_num_unfinished_requests():
-                time.sleep(_WAIT_FOR_TRANSFER_S)
         if self._failures:
             self._add_failures(outputs)
         return outputs, model_ran
+
+    @property
+    def transfer_wait_s(self) -> float:
+        """Seconds to wait for transfers after a step in which the model did not run."""
+        if self.scheduler.get_num_unfinished_requests():
+            return _WAIT_FOR_LOADS_S
+        return _WAIT_FOR_SAVES_S
 
     def _abandon_step(self) -> None:
         """Takes back a step that did not end, when Ctrl-C came in between: its blocks

@@ -6,6 +6,7 @@ Knows processes and sockets. Refuses to know text and callers.
 import asyncio
 import contextlib
 import multiprocessing
+import time
 import weakref
 from abc import ABC, abstractmethod
 from multiprocessing.connection import Connection, wait
@@ -100,7 +101,10 @@ class InprocClient(EngineCoreClient):
             self.engine_core.abort_requests(request_ids)
 
     def get_output(self) -> EngineCoreOutputs:
-        outputs, _ = self.engine_core.step()
+        core = self.engine_core
+        outputs, model_ran = core.step()
+        if not model_ran and core.has_work():
+            time.sleep(core.transfer_wait_s)
         return outputs.get(0) or EngineCoreOutputs()
 
     def call(self, method: str, *args: Any) -> Any:

@@ -77,17 +77,24 @@ class EngineCoreProc:
         poller.register(self._input, zmq.POLLIN)
         for fd in stop_fds:
             poller.register(fd, zmq.POLLIN)
+        model_ran = True
         while True:
-            # Blocks without a time limit when there is nothing to compute.
-            ready = dict(poller.poll(0 if self.core.has_work() else None))
+            ready = dict(poller.poll(self._poll_ms(model_ran)))
             if any(fd in ready for fd in stop_fds):
                 return
             if self._input in ready:
                 self._receive_all()
             if self.core.has_work():
-                outputs, _ = self.core.step()
+                outputs, model_ran = self.core.step()
                 if (news := outputs.get(0)) is not None:
                     self._send(news)
+
+    def _poll_ms(self, model_ran: bool) -> float | None:
+        """How long to wait for messages: without limit when there is nothing to do, not
+        at all when there is, and a little when transfers are all that is under way."""
+        if not self.core.has_work():
+            return None
+        return 0 if model_ran else 1000 * self.core.transfer_wait_s
 
     def _receive_all(self) -> None:
         with contextlib.suppress(zmq.Again):

@@ -42,7 +42,9 @@ class LLMEngine:
         self.engine_core = EngineCoreClient.make_client(
             vllm_config, executor_class, log_stats, multiprocess_mode=multiprocess_mode
         )
-        self._front = RequestFront(vllm_config, self.engine_core, self.tokenizer)
+        self._front = RequestFront(
+            vllm_config, self.engine_core, self.tokenizer, log_stats
+        )
         self.output_processor = self._front.output_processor
         self.input_processor = self._front.input_processor
         self.logger_manager: StatLoggerManager | None = None

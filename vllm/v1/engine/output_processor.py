@@ -71,6 +71,7 @@ class RequestState:
     queue: RequestOutputCollector | None
     stream_interval: int
     stats: RequestStateStats
+    shows_stats: bool
     is_prefilling: bool = True
     num_cached_tokens: int = 0
     num_sent_tokens: int = 0
@@ -86,6 +87,7 @@ class RequestState:
         tokenizer: Any,
         token_texts: TokenTexts | None,
         stream_interval: int,
+        shows_stats: bool = True,
     ) -> "RequestState":
         params = request.sampling_params
         if params is None:
@@ -113,6 +115,7 @@ class RequestState:
             queue=queue,
             stream_interval=params.stream_interval or stream_interval,
             stats=RequestStateStats(arrival_time=request.arrival_time),
+            shows_stats=shows_stats,
         )
 
     def make_request_output(
@@ -148,7 +151,7 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,
             finished=finished,
-            metrics=self.stats,
+            metrics=self.stats if self.shows_stats else None,
             num_cached_tokens=num_cached_tokens,
             kv_transfer_params=kv_transfer_params,
         )
@@ -196,7 +199,8 @@ class OutputProcessorOutput:
 
 
 class OutputProcessor:
-    """The states of all running requests of one front-end."""
+    """The states of all running requests of one front-end. With `log_stats` outputs
+    carry the times of their request."""
 
     def __init__(
         self, tokenizer: Any = None, log_stats: bool = True, stream_interval: int = 1
@@ -243,6 +247,7 @@ class OutputProcessor:
             self.tokenizer,
             self._token_texts,
             self.stream_interval,
+            self.log_stats,
         )
         self.request_states[request.request_id] = state
         if parent is not None:

@@ -17,12 +17,18 @@ class RequestFront:
     """The part that both engines share: from a prompt to the core's requests."""
 
     def __init__(
-        self, vllm_config: VllmConfig, client: EngineCoreClient, tokenizer: Any
+        self,
+        vllm_config: VllmConfig,
+        client: EngineCoreClient,
+        tokenizer: Any,
+        log_stats: bool = True,
     ) -> None:
         self.client = client
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self.output_processor = OutputProcessor(
-            tokenizer, stream_interval=vllm_config.scheduler_config.stream_interval
+            tokenizer,
+            log_stats,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
         )
 
     def add(
