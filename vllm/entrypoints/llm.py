@@ -183,6 +183,19 @@ class LLM:
         """Calls a method of every worker; its results in order of rank."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        """Calls `func(model)` where each worker keeps its model; results by rank.
+
+        Raises ValueError when the engine core runs in another process, which functions
+        do not reach.
+        """
+        if not self.llm_engine.runs_in_process:
+            raise ValueError(
+                "apply_model needs the engine core in this process: set "
+                "VLLM_ENABLE_V1_MULTIPROCESSING=0"
+            )
+        return self.collective_rpc("apply_model", args=(func,))
+
     def shutdown(self) -> None:
         """Stops the engine and frees its memory."""
         self.llm_engine.shutdown()
