@@ -50,7 +50,7 @@ def client(config: VllmConfig) -> Iterator[AsyncMPClient]:
     client = EngineCoreClient.make_client(config, asyncio_mode=True)
     assert isinstance(client, AsyncMPClient)
     yield client
-    addresses, process = client._resources.addresses, client.process
+    addresses, process = client.core_process.addresses, client.process
     client.shutdown()
     client.shutdown()
     assert process.exitcode in (0, -signal.SIGKILL)

@@ -5,22 +5,16 @@ Knows processes and sockets. Refuses to know text and callers.
 
 import asyncio
 import contextlib
-import multiprocessing
 import time
 import weakref
 from abc import ABC, abstractmethod
-from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import msgspec
 import zmq
 
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.exceptions import EngineDeadError
-from vllm.logger import init_logger
-from vllm.utils.network_utils import get_open_zmq_ipc_path, remove_ipc_path
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -28,17 +22,10 @@ from vllm.v1.engine import (
     UtilityOutput,
 )
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.core_proc import (
-    DEAD,
-    ReadyMessage,
-    UtilityCall,
-    run_engine_core,
-)
+from vllm.v1.engine.core_launch import CoreProcess
+from vllm.v1.engine.core_proc import DEAD, UtilityCall
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-logger = init_logger(__name__)
-
-_STOP_GRACE_S = 10.0
 # How long messages of a process that has ended may still be on their way.
 _LAST_WORDS_S = 0.2
 _CONNECT_POLL_MS = 20
@@ -114,37 +101,6 @@ class InprocClient(EngineCoreClient):
         self.engine_core.shutdown()
 
 
-class _Resources:
-    """What must go when a client goes, even one that nobody shuts down."""
-
-    def __init__(self) -> None:
-        self.context = zmq.Context()
-        self.addresses = [get_open_zmq_ipc_path() for _ in range(2)]
-        self.sockets: list[Any] = []
-        self.process: BaseProcess | None = None
-        self.lifeline: Connection | None = None
-
-    def close(self) -> None:
-        """Ends the process, politely first, and takes the sockets away."""
-        if self.lifeline is not None:
-            self.lifeline.close()  # the core leaves when it sees this
-        if self.process is not None:
-            _stop(self.process)
-        for socket in self.sockets:
-            socket.close(linger=0)
-        self.context.term()
-        for address in self.addresses:
-            remove_ipc_path(address)
-
-
-def _stop(process: BaseProcess) -> None:
-    for act in (lambda: None, process.terminate, process.kill):
-        act()
-        process.join(_STOP_GRACE_S)
-        if process.exitcode is not None:
-            return
-
-
 class MPClient(EngineCoreClient):
     """A core in a process of its own. What both of its kinds share."""
 
@@ -157,63 +113,19 @@ class MPClient(EngineCoreClient):
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._next_call_id = 0
-        self._resources = _Resources()
-        self._finalizer = weakref.finalize(self, self._resources.close)
+        self.core_process = CoreProcess()
+        self._finalizer = weakref.finalize(self, self.core_process.close)
         try:
-            self._input = self._open(zmq.PUSH, 0)
-            self._output = self._open(zmq.PULL, 1)
-            self._start(executor_class, log_stats)
+            self._input = self.core_process.open(zmq.PUSH, 0)
+            self._output = self.core_process.open(zmq.PULL, 1)
+            self.core_process.start(vllm_config, executor_class, log_stats)
         except BaseException:
             self.shutdown()
             raise
 
-    def _open(self, kind: int, index: int) -> zmq.Socket:
-        resources = self._resources
-        socket = resources.context.socket(kind)
-        resources.sockets.append(socket)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.bind(resources.addresses[index])
-        return socket
-
-    def _start(self, executor_class: type | None, log_stats: bool) -> None:
-        """Starts the process and waits for its report."""
-        context = multiprocessing.get_context("spawn")
-        ready, ready_child = context.Pipe(duplex=False)
-        parent_child, lifeline = context.Pipe(duplex=False)
-        process = context.Process(
-            target=run_engine_core,
-            name="EngineCore",
-            args=(
-                self.vllm_config,
-                executor_class,
-                log_stats,
-                *self._resources.addresses,
-                ready_child,
-                parent_child,
-            ),
-            daemon=not _needs_children(self.vllm_config),
-        )
-        self._resources.process, self._resources.lifeline = process, lifeline
-        process.start()
-        ready_child.close()
-        parent_child.close()
-        with contextlib.closing(ready):
-            message = _await_ready(process, ready)
-        if message.error is not None:
-            process.join(_STOP_GRACE_S)
-            kind = ValueError if message.is_user_error else RuntimeError
-            raise kind(message.error)
-        self.vllm_config.model_config.max_model_len = message.report["max_model_len"]
-        for name, value in message.report["cache"].items():
-            setattr(self.vllm_config.cache_config, name, value)
-
     @property
     def process(self) -> BaseProcess:
-        process = self._resources.process
-        if process is None:
-            raise RuntimeError("the engine core was never started")
-        return process
+        return self.core_process.process
 
     @property
     def is_dead(self) -> bool:
@@ -226,7 +138,8 @@ class MPClient(EngineCoreClient):
             self.dead_reason = "the client was shut down"
             if not self.is_closed:
                 self.process.join(1.0)
-                self.dead_reason = f"its process ended ({_exit_text(self.process)})"
+                how = self.core_process.exit_text()
+                self.dead_reason = f"its process ended ({how})"
         return EngineDeadError(f"the engine core has stopped: {self.dead_reason}")
 
     def _send(self, kind: EngineCoreRequestType, message: Any) -> None:
@@ -266,38 +179,6 @@ class MPClient(EngineCoreClient):
     def shutdown(self) -> None:
         self.is_closed = True
         self._finalizer()
-
-
-def _needs_children(vllm_config: VllmConfig) -> bool:
-    """A daemonic process may have no children of its own."""
-    return vllm_config.parallel_config.world_size > 1
-
-
-def _await_ready(process: BaseProcess, ready: Connection) -> ReadyMessage:
-    """Waits for the report of a core that starts. RuntimeError when none comes."""
-    timeout = envs.VLLM_ENGINE_READY_TIMEOUT_S
-    found = wait([ready, process.sentinel], timeout)
-    if ready in found:
-        with contextlib.suppress(EOFError):
-            return msgspec.msgpack.decode(ready.recv_bytes(), type=ReadyMessage)
-    if not found:
-        raise RuntimeError(
-            f"the engine core was not ready after {timeout} s: give it more time with "
-            "VLLM_ENGINE_READY_TIMEOUT_S, or look for what blocks it in its log"
-        )
-    process.join(_STOP_GRACE_S)
-    raise RuntimeError(
-        f"the engine core ended while it started ({_exit_text(process)}): its own "
-        "message is in the log above"
-    )
-
-
-def _exit_text(process: BaseProcess) -> str:
-    code = process.exitcode
-    if code is not None and code < 0:
-        hint = ", perhaps for lack of memory" if code == -9 else ""
-        return f"killed by signal {-code}{hint}"
-    return f"exit code {code}"
 
 
 def _result(answer: UtilityOutput) -> Any:
