@@ -157,6 +157,22 @@ def test_metrics_count_what_was_served(engine: AsyncLLM) -> None:
     assert last.metrics.first_token_latency > 0
 
 
+def test_aborted_requests_are_counted(engine: AsyncLLM) -> None:
+    def aborted() -> float | None:
+        labels = {"model_name": "tiny", "engine": "0", "finished_reason": "abort"}
+        return REGISTRY.get_sample_value("vllm:request_success_total", labels)
+
+    async def leave() -> None:
+        stream = engine.generate(PROMPT, params(max_tokens=200), "gone")
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    before = aborted()
+    asyncio.run(leave())
+    assert aborted() == before + 1
+
+
 def test_cached_prompt_tokens_are_reported(engine: AsyncLLM) -> None:
     prompt = list(range(10, 60))
     first = asyncio.run(run(engine, "p1", params(), prompt))[-1]

@@ -147,14 +147,19 @@ class AsyncLLM:
                 yield output
         finally:
             if not finished:
-                self._front.abort([request_id])
+                self._abort([request_id])
                 if self.log_requests:
                     logger.info("request %s aborted", request_id)
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """Ends requests; their streams end with finish reason "abort"."""
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
-        self._front.abort(ids)
+        self._abort(ids)
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        stats = IterationStats()
+        self._front.abort(request_ids, stats)
+        self.logger_manager.record(None, stats)
 
     def _start_output_task(self) -> None:
         task = self._output_task

@@ -112,7 +112,12 @@ class LLMEngine:
 
     def abort_request(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """Ends requests; their last outputs have finish reason "abort"."""
-        return self._front.abort(request_ids)
+        if self.logger_manager is None:
+            return self._front.abort(request_ids)
+        stats = IterationStats()
+        last = self._front.abort(request_ids, stats)
+        self.logger_manager.record(None, stats)
+        return last
 
     def step(self) -> list[RequestOutput]:
         """One step of the core; the outputs that are due after it. Nothing happens when

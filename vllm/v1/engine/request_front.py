@@ -11,6 +11,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats
 
 
 class RequestFront:
@@ -67,9 +68,11 @@ class RequestFront:
             self.abort([request_id])
             raise
 
-    def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+    def abort(
+        self, request_ids: Sequence[str], stats: IterationStats | None = None
+    ) -> list[RequestOutput]:
         """Ends requests; returns the last outputs of those without a queue."""
-        core_ids, last = self.output_processor.abort_requests(request_ids)
+        core_ids, last = self.output_processor.abort_requests(request_ids, stats)
         self.client.abort_requests(core_ids)
         return last
 

@@ -203,9 +203,9 @@ class PrometheusStatLogger(StatLoggerBase):
         self._sources["local_compute"].inc(max(stats.num_prompt_tokens - cached, 0))
         self._sources["local_cache_hit"].inc(max(cached - external, 0))
         self._sources["external_kv_transfer"].inc(external)
-        histograms["iteration_tokens_total"].observe(
-            stats.num_prompt_tokens + stats.num_generation_tokens
-        )
+        num_tokens = stats.num_prompt_tokens + stats.num_generation_tokens
+        if num_tokens:
+            histograms["iteration_tokens_total"].observe(num_tokens)
         for name, values in (
             ("time_to_first_token_seconds", stats.time_to_first_tokens_iter),
             ("inter_token_latency_seconds", stats.inter_token_latencies_iter),
