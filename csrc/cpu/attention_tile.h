@@ -14,33 +14,10 @@
 
 #include "prefetch.h"
 #include "product.h"
+#include "softmax_state.h"
 #include "work.h"
 
 namespace vllm_cpu::VLLM_ISA {
-
-constexpr float kLowestMax = -1e30f;  // of a row that has seen no key yet; finite
-
-// The softmax of a run of keys: sum of e^(score - max) and of its products with V.
-struct SoftmaxState {
-  float* acc;  // [rows, acc_row]
-  float* max;  // [kMaxRows rounded up]
-  float* sum;
-};
-
-constexpr int kRowSlots = (kMaxRows + 15) / 16 * 16;
-
-VLLM_INLINE int64_t acc_row_floats(const AttentionArgs& a) {
-  return round_up(a.out.size, 2 * kLanes);
-}
-
-VLLM_INLINE int64_t state_floats(const AttentionArgs& a, int64_t rows) {
-  return rows * acc_row_floats(a) + 2 * kRowSlots;
-}
-
-VLLM_INLINE SoftmaxState state_at(const AttentionArgs& a, int64_t rows, float* base) {
-  float* const max = base + rows * acc_row_floats(a);
-  return {base, max, max + kRowSlots};
-}
 
 template <class Cells>
 class TileAttention {
@@ -49,14 +26,14 @@ class TileAttention {
 
  public:
   static int64_t partial_floats(const AttentionArgs& a, int rows) {
-    return state_floats(a, rows);
+    return SoftmaxState::floats(rows, acc_row_floats(a));
   }
 
   static int64_t scratch_bytes(const AttentionArgs& a) {
     const int64_t key_row = key_row_units(a);
     const int64_t floats = kMaxRows * (key_row + 2 * kTileStates) +
                            kTileStates * (key_row + acc_row_floats(a)) +
-                           2 * state_floats(a, kMaxRows) + 8 * kRowSlots +
+                           2 * partial_floats(a, kMaxRows) + 8 * kRowSlots +
                            2 * kTileStates;
     return floats * 4;
   }
@@ -65,14 +42,14 @@ class TileAttention {
                      void* scratch) {
     TileAttention tile(a, w, next, static_cast<float*>(scratch));
     tile.load_queries();
-    tile.reset(tile.total_);
+    tile.total_.reset();
     for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
       if (w.partials != nullptr) {
         tile.running_ = tile.partial(chunk);
         tile.run_chunk(chunk);
       } else {
         tile.run_chunk(chunk);
-        tile.fold(tile.total_, tile.running_);
+        tile.fold(tile.running_);
       }
     }
     if (w.partials == nullptr) tile.write_rows();
@@ -80,9 +57,9 @@ class TileAttention {
 
   static void merge(const AttentionArgs& a, const WorkItem& w, void* scratch) {
     TileAttention tile(a, w, nullptr, static_cast<float*>(scratch));
-    tile.reset(tile.total_);
+    tile.total_.reset();
     for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
-      tile.fold(tile.total_, tile.partial(chunk));
+      tile.fold(tile.partial(chunk));
     }
     tile.write_rows();
   }
@@ -92,6 +69,9 @@ class TileAttention {
   }
 
  private:
+  static int64_t acc_row_floats(const AttentionArgs& a) {
+    return round_up(a.out.size, 2 * kLanes);  // whole registers of any unit
+  }
   static int64_t key_row_units(const AttentionArgs& a) {
     return round_up((a.query.size + kElems - 1) / kElems, kLanes);
   }
@@ -110,7 +90,7 @@ class TileAttention {
         acc_row_(acc_row_floats(a)),
         first_(w.keys.begin),
         last_(w.keys.end),
-        ahead_(a, w, next, cells_.cell_bytes) {
+        ahead_(a, w, next, cells_.cell_bytes, scratch) {
     const auto carve = [&scratch](int64_t floats) {
       float* const p = scratch;
       scratch += round_up(floats, 16);
@@ -126,15 +106,17 @@ class TileAttention {
     weight_ = carve(kRowSlots);
     key_scales_ = carve(kTileStates);
     value_scales_ = carve(kTileStates);
-    total_ = state_at(a, rows_, carve(state_floats(a, rows_)));
-    running_ = state_at(a, rows_, carve(state_floats(a, rows_)));
+    total_ = SoftmaxState(carve(partial_floats(a, rows_)), rows_, acc_row_);
+    running_ = SoftmaxState(carve(partial_floats(a, rows_)), rows_, acc_row_);
     find_key_ranges();
   }
 
   SoftmaxState partial(int chunk) const {
     const int64_t index = chunk - w_.chunk_begin;
-    return state_at(a_, rows_, w_.partials + index * state_floats(a_, rows_));
+    return SoftmaxState(w_.partials + index * partial_floats(a_, rows_), rows_, acc_row_);
   }
+
+  void fold(const SoftmaxState& chunk) { total_.fold(chunk, rescale_, weight_); }
 
   int64_t token_of(int row) const {
     return a_.query_start_loc[w_.request] + (w_.row_begin + row) / group_;
@@ -161,17 +143,8 @@ class TileAttention {
     }
   }
 
-  void reset(const SoftmaxState& s) const {
-    for (int i = 0; i < kRowSlots; ++i) {
-      s.max[i] = kLowestMax;
-      s.sum[i] = 0.f;
-    }
-    const F zero = set1(0.f);
-    for (int64_t i = 0; i < rows_ * acc_row_; i += kLanes) store(s.acc + i, zero);
-  }
-
   void run_chunk(int chunk) {
-    reset(running_);
+    running_.reset();
     const int64_t chunk_begin = static_cast<int64_t>(chunk) * kChunkStates;
     const int64_t begin = larger(chunk_begin, first_ / kTileStates * kTileStates);
     const int64_t end = smaller(chunk_begin + kChunkStates, last_);
@@ -292,17 +265,32 @@ class TileAttention {
     Units::interleave(r);
   }
 
-  // The lines of the tile ahead are asked for at the pace at which this one is read.
-  __attribute__((always_inline)) void fetch_ahead(int step, int registers_per_step) {
-    constexpr int kBytes = Cells::kRegisterBytes;
-    if (kBytes * registers_per_step < kCacheLine) {
-      if (step % (kCacheLine / (kBytes * registers_per_step)) == 0) ahead_.next_line();
-    } else {
-#pragma GCC unroll 4
-      for (int i = 0; i < kBytes * registers_per_step / kCacheLine; ++i) {
-        ahead_.next_line();
-      }
-    }
+  // Lines of the tile ahead to ask for while `registers` of this one are multiplied: as
+  // many as these came from, at least one.
+  static constexpr int lines_of(int registers) {
+    const int lines = registers * Cells::kRegisterBytes / kCacheLine;
+    return lines > 0 ? lines : 1;
+  }
+
+  static constexpr int kValueLines = lines_of(kElems);
+  static constexpr int kGroupsPerLine =
+      kValueLines * kCacheLine / (kElems * Cells::kRegisterBytes);
+
+  __attribute__((always_inline)) const uint8_t* value_lines_ahead(int group) {
+    if (group % kGroupsPerLine == 0) return ahead_.take(kValueLines);
+    return reinterpret_cast<const uint8_t*>(scores_);
+  }
+
+  template <int kLines>
+  VLLM_INLINE void ask_for(const uint8_t* lines) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLines; ++i) prefetch_line(lines + i * kCacheLine);
+  }
+
+  // Line i of kLanes registers, of which a line may hold several.
+  VLLM_INLINE void ask_for_line_of(const uint8_t* lines, int i) {
+    constexpr int kPerLine = kLanes / lines_of(kLanes);
+    if (i % kPerLine == 0) prefetch_line(lines + i / kPerLine * kCacheLine);
   }
 
   void unpack_keys(int strip) {
@@ -310,10 +298,11 @@ class TileAttention {
     for (int unit = 0; unit < key_units_; unit += kLanes) {
       U r[kLanes];
       transposed_keys(strip, unit, r);
+      const uint8_t* const ahead = ahead_.take(lines_of(kLanes));
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
         u_store(to + (unit + i) * kLanes, r[i]);
-        fetch_ahead(i, 1);
+        ask_for_line_of(ahead, i);
       }
     }
   }
@@ -325,7 +314,7 @@ class TileAttention {
       interleaved_values(group, elem, r);
 #pragma GCC unroll 4
       for (int i = 0; i < kElems; ++i) u_store(to + elem + i * kLanes, r[i]);
-      fetch_ahead(group, kElems);
+      ask_for<kValueLines>(value_lines_ahead(group));
     }
   }
 
@@ -339,13 +328,14 @@ class TileAttention {
     for (int unit = 0; unit < key_row_; unit += kLanes) {
       U r[kLanes];
       transposed_keys(strip, unit, r);
+      const uint8_t* const ahead = ahead_.take(lines_of(kLanes));
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        fetch_ahead(i, 1);
+        ask_for_line_of(ahead, i);
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
-          acc[row] =
-              Units::dot(acc[row], r[i], u_set1(queries[row * query_row + unit + i]));
+          const uint32_t* const query = queries + row * query_row + unit + i;
+          acc[row] = Units::dot_one(acc[row], r[i], query);
         }
       }
     }
@@ -370,7 +360,7 @@ class TileAttention {
     for (int group = 0; group < groups; ++group) {
       U r[kElems];
       interleaved_values(group, elem, r);
-      fetch_ahead(group, kElems);
+      ask_for<kValueLines>(value_lines_ahead(group));
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; ++row) {
         const U p = u_set1(probabilities[row * (kTileStates / kElems) + group]);
@@ -444,33 +434,12 @@ class TileAttention {
     return reduce_add(sum);
   }
 
-  void fold(const SoftmaxState& into, const SoftmaxState& from) {
-    for (int row = 0; row < rows_; row += kLanes) {
-      const F a = load(into.max + row);
-      const F b = load(from.max + row);
-      const F top = max(a, b);
-      const F keep = exp(sub(a, top));
-      const F take = exp(sub(b, top));
-      store(rescale_ + row, keep);
-      store(weight_ + row, take);
-      store(into.max + row, top);
-      store(into.sum + row,
-            fma(load(into.sum + row), keep, mul(load(from.sum + row), take)));
-    }
-    for (int row = 0; row < rows_; ++row) {
-      const F keep = set1(rescale_[row]);
-      const F take = set1(weight_[row]);
-      float* const a = into.acc + row * acc_row_;
-      const float* const b = from.acc + row * acc_row_;
-      for (int d = 0; d < head_size_v_; d += kLanes) {
-        store(a + d, fma(load(a + d), keep, mul(load(b + d), take)));
-      }
-    }
-  }
-
   // Rows that attend to nothing become 0.
   void write_rows() {
-    add_sinks();
+    if (a_.sinks != nullptr) {
+      for (int row = 0; row < rows_; ++row) weight_[row] = a_.sinks[head_of(row)];
+      total_.add_logits(weight_, rescale_);
+    }
     for (int row = 0; row < rows_; ++row) {
       const float sum = total_.sum[row];
       const F factor = set1(sum == 0.f ? 0.f : a_.v_scale / sum);
@@ -491,25 +460,6 @@ class TileAttention {
     for (int d = 0; d < head_size_v_; d += kLanes) {
       store_from_float<kDType>(out + d * dtype_bytes(kDType), mul(load(from + d), factor),
                                head_size_v_ - d);
-    }
-  }
-
-  // A sink is one more logit that takes probability and gives no value.
-  void add_sinks() {
-    if (a_.sinks == nullptr) return;
-    for (int row = 0; row < rows_; ++row) weight_[row] = a_.sinks[head_of(row)];
-    for (int row = 0; row < rows_; row += kLanes) {
-      const F before = load(total_.max + row);
-      const F sink = load(weight_ + row);
-      const F top = max(before, sink);
-      const F keep = exp(sub(before, top));
-      store(rescale_ + row, keep);
-      store(total_.sum + row, fma(load(total_.sum + row), keep, exp(sub(sink, top))));
-    }
-    for (int row = 0; row < rows_; ++row) {
-      const F keep = set1(rescale_[row]);
-      float* const acc = total_.acc + row * acc_row_;
-      for (int d = 0; d < head_size_v_; d += kLanes) store(acc + d, mul(load(acc + d), keep));
     }
   }
 

@@ -1,8 +1,7 @@
 // Brings cells to the second-level cache line by line, in address order, well before
 // they are read. Hardware follows a run of cells inside a page but not the block table,
 // and takes few requests at a time: the lines are asked for one by one between
-// multiplications. Declared inline throughout: a call that only prefetches has no effect
-// in the eyes of the compiler, which drops it.
+// multiplications.
 #pragma once
 
 #include "simd.h"
@@ -16,15 +15,17 @@ constexpr int64_t kBytesAhead = 32 << 10;
 
 class Prefetcher {
  public:
+  // `near`: memory of this thread, as many lines as are ever taken at once.
   Prefetcher(const AttentionArgs& a, const WorkItem& item, const WorkItem* next,
-             int cell_bytes)
+             int cell_bytes, const void* near)
       : a_(a),
         item_(item),
         next_(next),
         cell_bytes_(cell_bytes),
         states_ahead_(round_up(kBytesAhead / cell_bytes, kTileStates)),
-        line_(a.pages.data),
-        run_end_(line_) {}
+        near_(static_cast<const uint8_t*>(near)),
+        line_(near_),
+        run_end_(near_) {}
 
   // Starts on the tile that lies far enough ahead of the one read now: of this item, or
   // of the next where this one ends.
@@ -37,15 +38,21 @@ class Prefetcher {
       state_ += first_key(*next_) / kTileStates * kTileStates - end;
       follow(*next_);
     } else {
-      step_ = 0;
+      rest();
     }
   }
 
-  // Asks for the next line; past the end it repeats the last, which costs nothing.
-  __attribute__((always_inline)) void next_line() {
-    __builtin_prefetch(line_, 0, 2);
-    line_ += step_;
-    if (line_ >= run_end_) next_run();
+  // The first of the next `count` lines where they lie in one run: the caller asks for
+  // them. Elsewhere asks for them here, and gives the caller lines that are near anyway.
+  __attribute__((always_inline)) const uint8_t* take(int count) {
+    const uint8_t* const first = line_;
+    const uint8_t* const after = first + count * step_;
+    if (after <= run_end_) {
+      line_ = after;
+      return first;
+    }
+    take_one_by_one(count);
+    return near_;
   }
 
  private:
@@ -61,8 +68,18 @@ class Prefetcher {
     head_ = a_.pages.data + w.kv_head * a_.pages.head_stride;
     state_ = larger(state_, w.keys.begin);  // pages before may be gone
     end_ = last_key(w);
-    step_ = state_ < end_ ? kCacheLine : 0;
-    if (step_ != 0) start_run();
+    if (state_ < end_) {
+      start_run();
+    } else {
+      rest();
+    }
+  }
+
+  // Nothing lies ahead: takes repeat a near line.
+  void rest() {
+    end_ = state_;
+    line_ = run_end_ = near_;
+    step_ = 0;
   }
 
   // A run is the rest of a page where cells touch, else one cell.
@@ -76,13 +93,18 @@ class Prefetcher {
                             : 1;
     run_end_ = line_ + run * cell_bytes_;
     state_ += run;
+    step_ = kCacheLine;
   }
 
-  void next_run() {
-    if (step_ == 0) return;
-    if (state_ < end_) return start_run();
-    line_ -= kCacheLine;
-    step_ = 0;
+  __attribute__((noinline)) void take_one_by_one(int count) {
+    for (int i = 0; i < count; ++i) {
+      if (line_ >= run_end_) {
+        if (state_ >= end_) return;
+        start_run();
+      }
+      prefetch_line(line_);
+      line_ += kCacheLine;
+    }
   }
 
   const AttentionArgs& a_;
@@ -90,9 +112,10 @@ class Prefetcher {
   const WorkItem* const next_;
   const int64_t cell_bytes_;
   const int64_t states_ahead_;
+  const uint8_t* const near_;
   const uint8_t* line_;
   const uint8_t* run_end_;
-  int64_t step_ = 0;
+  int64_t step_ = 0;           // 0 at rest
   int64_t state_ = 0;  // after the run
   int64_t end_ = 0;
   const int32_t* table_ = nullptr;

@@ -1,4 +1,5 @@
-// Small matrix products in registers: C[rows, vectors] (+)= A[rows, steps] B[steps, vectors].
+// Small matrix products in registers: C = A B or C = C * rescale + A B, for A [rows,
+// steps] and B [steps, vectors].
 //
 // A holds units row by row, B one register of units per (step, vector). Each element of
 // C is summed over the steps in order, whatever the blocking: rows never influence one
@@ -89,7 +90,8 @@ static void product(const ProductArgs& whole, int rows, int vectors) {
       p.b += v * p.b_vector;
       p.c += begin * p.c_row + v * kLanes;
       if (p.rescale != nullptr) p.rescale += begin;
-      product_vectors<Units>(p, end - begin, static_cast<int>(smaller(vectors - v, kBlockVectors)));
+      const int width = static_cast<int>(smaller(vectors - v, kBlockVectors));
+      product_vectors<Units>(p, end - begin, width);
     }
   }
 }

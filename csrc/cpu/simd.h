@@ -21,6 +21,16 @@
 
 namespace vllm_cpu::VLLM_ISA {
 
+// To the second-level cache. Volatile: the compiler may neither gather prefetches into
+// bursts nor drop a function that does nothing else.
+VLLM_INLINE void prefetch_line(const void* p) {
+#if defined(__x86_64__)
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(p)));
+#else
+  __builtin_prefetch(p, 0, 2);
+#endif
+}
+
 VLLM_INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 VLLM_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 VLLM_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }

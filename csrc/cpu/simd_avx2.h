@@ -58,12 +58,18 @@ VLLM_INLINE U u_set1(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x))
 VLLM_INLINE F as_float(U x) { return _mm256_castsi256_ps(x); }
 VLLM_INLINE U as_units(F x) { return _mm256_castps_si256(x); }
 
-VLLM_INLINE __m256i lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+VLLM_INLINE __m256i lane_numbers() {
+  return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+}
+VLLM_INLINE __m256i first_lanes(int count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_numbers());
+}
 
 VLLM_INLINE F keep_range(F x, int lo, int hi) {
   const __m256i lane = lane_numbers();
-  const __m256i keep = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane),
-                                        _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(lo - 1)));
+  const __m256i below = _mm256_cmpgt_epi32(_mm256_set1_epi32(hi), lane);
+  const __m256i above = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(lo - 1));
+  const __m256i keep = _mm256_and_si256(below, above);
   return _mm256_blendv_ps(set1(-__builtin_inff()), x, as_float(keep));
 }
 
@@ -83,8 +89,7 @@ VLLM_INLINE void store_halves(void* p, __m128i x, int count) {
 VLLM_INLINE F load_f32(const void* p, int count) {
   const float* from = static_cast<const float*>(p);
   if (count >= kLanes) return _mm256_loadu_ps(from);
-  return _mm256_maskload_ps(
-      from, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_numbers()));
+  return _mm256_maskload_ps(from, first_lanes(count));
 }
 VLLM_INLINE F load_f16(const void* p, int count) {
   return _mm256_cvtph_ps(load_halves(p, count));
@@ -95,7 +100,7 @@ VLLM_INLINE F load_bf16(const void* p, int count) {
 VLLM_INLINE void store_f32(void* p, F x, int count) {
   float* to = static_cast<float*>(p);
   if (count >= kLanes) return _mm256_storeu_ps(to, x);
-  _mm256_maskstore_ps(to, _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_numbers()), x);
+  _mm256_maskstore_ps(to, first_lanes(count), x);
 }
 VLLM_INLINE void store_f16(void* p, F x, int count) {
   store_halves(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), count);

@@ -106,7 +106,8 @@ VLLM_INLINE void store_f16(void* p, F x, int count) {
   const U bits = as_units(x);
   const U sign = (bits >> 16) & 0x8000u;
   const U magnitude = bits & 0x7fffffffu;
-  const U normal = (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const U rounding = ((magnitude >> 13) & 1u) + 0xfffu;
+  const U normal = (magnitude - ((127u - 15u) << 23) + rounding) >> 13;
   // Below 2^-14 one unit is 2^-24: adding 0.5 lines the units up with the last bits.
   const U small = as_units(as_float(magnitude) + set1(0.5f)) - as_units(set1(0.5f));
   const U special = magnitude > 0x7f800000u ? u_set1(0x7e00u) : u_set1(0x7c00u);

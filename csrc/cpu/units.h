@@ -12,6 +12,7 @@ struct Float32Units {
   static constexpr int kElems = 1;
 
   VLLM_INLINE F dot(F acc, U b, U a) { return fma(as_float(a), as_float(b), acc); }
+  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a) { return dot(acc, b, u_set1(*a)); }
   VLLM_INLINE void interleave(U (&)[1]) {}
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) { u_store(to, as_units(p)); }
 
@@ -40,6 +41,13 @@ struct BFloat16Units {
 
   VLLM_INLINE F dot(F acc, U b, U a) {
     return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a);
+  }
+
+  // With one unit in memory as every lane of a: GCC 12 does not fold the broadcast.
+  // Volatile keeps the prefetches between the products where they are written.
+  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a) {
+    asm volatile("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*a));
+    return acc;
   }
 
   // Two rows of 32 elements to 32 (row 0, row 1) pairs.

@@ -1,0 +1,235 @@
+"""`vllm bench attention`: decode and prefill of the CPU kernels per format and context.
+
+Decode is bound by memory: every repetition is paired with a plain read of as many bytes
+on the same threads, so that the fraction of the bandwidth holds on a busy machine.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from tqdm.auto import tqdm
+
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.math_utils import cdiv
+from vllm.utils.mem_constants import MiB_bytes
+from vllm.v1.attention.ops import cpu_kernels
+from vllm.v1.kv_formats import by_name
+
+DTYPE = torch.bfloat16  # of queries
+FORMATS = ("bfloat16", "float16", "float32")
+CONTEXTS = (512, 2048, 8192)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A layer: KV heads, query heads of each, head size, tokens of a block."""
+
+    kv_heads: int
+    group: int
+    head_size: int
+    block_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decode:
+    """One query per request over a cache too large for the processor's own memory."""
+
+    cache_dtype: str
+    context: int
+    requests: int
+    million_token_heads_per_s: float
+    gb_per_s: float
+    read_gb_per_s: float  # plain reads in the same minute
+    bandwidth_fraction: float  # median over pairs of repetitions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """New tokens of one request behind `context` cached ones, causal."""
+
+    cache_dtype: str
+    new_tokens: int
+    context: int
+    gflop_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Caches:
+    """Random pages of equal requests, blocks in random order."""
+
+    dtype: torch.dtype
+    pages: torch.Tensor  # uint8 [blocks, kv_heads, block_size, cell]
+    block_table: torch.Tensor
+
+    @classmethod
+    def fill(cls, name: str, shape: Shape, context: int, requests: int) -> "Caches":
+        """Requests of `context` tokens; ValueError for a format without a kernel."""
+        fmt = by_name(name)
+        if fmt.mode.is_quantized:
+            raise ValueError(
+                f"KV cache format {name} has no CPU kernel to measure: expected one of "
+                f"{', '.join(FORMATS)}"
+            )
+        size = shape.head_size
+        packing = fmt.packing(shape.kv_heads, size, size, DTYPE)
+        width = cdiv(context, shape.block_size)
+        blocks = width * requests
+        cell = packing.state_bytes
+        pages = torch.empty(
+            blocks, packing.head_slots, shape.block_size, cell, dtype=torch.uint8
+        )
+        cpu_kernels.advise_huge_pages(pages)
+        one = torch.randn(shape.kv_heads, shape.block_size, 2 * size)
+        dtype = fmt.storage_dtype(DTYPE)
+        pages.copy_(one.to(dtype).view(torch.uint8).expand_as(pages))
+        table = torch.randperm(blocks).int().view(requests, width)
+        return cls(dtype=dtype, pages=pages, block_table=table)
+
+    def attention(self, shape: Shape, new: int, length: int) -> Callable[[], None]:
+        """A call of the kernel: `new` queries for each request of `length` tokens."""
+        requests = len(self.block_table)
+        heads = shape.kv_heads * shape.group
+        query = torch.randn(requests * new, heads, shape.head_size).to(DTYPE)
+        out = torch.empty_like(query)
+        starts = torch.arange(requests + 1).int() * new
+        lengths = torch.full((requests,), length).int()
+
+        def call() -> None:
+            cpu_kernels.paged_attention(
+                out,
+                query,
+                self.pages,
+                self.dtype,
+                starts,
+                lengths,
+                self.block_table,
+                shape.head_size,
+                shape.head_size,
+                shape.head_size**-0.5,
+            )
+
+        return call
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure_decode(
+    name: str, shape: Shape, context: int, cache_bytes: int, repetitions: int
+) -> Decode:
+    """Medians over repetitions; `cache_bytes` should exceed the last-level cache."""
+    per_token = by_name(name).packing(
+        shape.kv_heads, shape.head_size, shape.head_size, DTYPE
+    )
+    token_bytes = per_token.head_slots * per_token.state_bytes
+    requests = max(1, cache_bytes // (context * token_bytes))
+    caches = Caches.fill(name, shape, context, requests)
+    call = caches.attention(shape, 1, context)
+    read = caches.pages.view(-1)
+    call()
+    reads, calls = [], []
+    for _ in range(repetitions):
+        reads.append(seconds_of(lambda: cpu_kernels.read_all(read)))
+        calls.append(seconds_of(call))
+    used = requests * context * token_bytes
+    rates = [read.numel() / s for s in reads]
+    fractions = [used / s / rate for s, rate in zip(calls, rates, strict=True)]
+    seconds = statistics.median(calls)
+    return Decode(
+        cache_dtype=name,
+        context=context,
+        requests=requests,
+        million_token_heads_per_s=requests * context * shape.kv_heads / seconds / 1e6,
+        gb_per_s=used / seconds / 1e9,
+        read_gb_per_s=statistics.median(rates) / 1e9,
+        bandwidth_fraction=statistics.median(fractions),
+    )
+
+
+def measure_prefill(
+    name: str, shape: Shape, new: int, context: int, repetitions: int
+) -> Prefill:
+    """Counts the products of Q with K and of P with V that a causal mask leaves."""
+    caches = Caches.fill(name, shape, context + new, 1)
+    call = caches.attention(shape, new, context + new)
+    call()
+    seconds = statistics.median(seconds_of(call) for _ in range(repetitions))
+    pairs = new * context + new * (new + 1) / 2
+    flop = 4 * shape.head_size * shape.kv_heads * shape.group * pairs
+    return Prefill(
+        cache_dtype=name,
+        new_tokens=new,
+        context=context,
+        gflop_per_s=flop / seconds / 1e9,
+    )
+
+
+def add_arguments(parser: FlexibleArgumentParser) -> None:
+    add = parser.add_argument
+    add("--formats", nargs="+", default=list(FORMATS), help="KV formats")
+    add("--contexts", nargs="+", type=int, default=list(CONTEXTS), help="tokens")
+    add("--num-kv-heads", type=int, default=8, help="KV heads")
+    add("--group-size", type=int, default=4, help="query heads per KV head")
+    add("--head-size", type=int, default=128, help="elements of a head")
+    add("--block-size", type=int, default=64, help="tokens of a block")
+    add("--prefill-tokens", type=int, default=512, help="new tokens; 0: no prefill")
+    add("--cache-mib", type=int, default=256, help="bytes of the decoded caches, MiB")
+    add("--repetitions", type=int, default=9, help="counted calls")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    if not cpu_kernels.available():
+        print(f"nothing to measure: {cpu_kernels.why_unavailable()}")
+        return 1
+    shape = Shape(
+        kv_heads=args.num_kv_heads,
+        group=args.group_size,
+        head_size=args.head_size,
+        block_size=args.block_size,
+    )
+    torch.manual_seed(0)
+    decodes, prefills = [], []
+    cases = [(name, context) for name in args.formats for context in args.contexts]
+    size = args.cache_mib * MiB_bytes
+    for name, context in tqdm(cases, desc="attention"):
+        decodes.append(measure_decode(name, shape, context, size, args.repetitions))
+        if args.prefill_tokens:
+            new = args.prefill_tokens
+            prefills.append(
+                measure_prefill(name, shape, new, context, args.repetitions)
+            )
+    machine = {"isa": cpu_kernels.isa(), "threads": torch.get_num_threads()}
+    if args.json:
+        rows = {
+            "machine": machine,
+            "shape": asdict(shape),
+            "decode": [asdict(row) for row in decodes],
+            "prefill": [asdict(row) for row in prefills],
+        }
+        print(json.dumps(rows, indent=2))
+    else:
+        print(f"{machine['isa']}, {machine['threads']} threads, {shape}")
+        print_table(decodes, prefills)
+    return 0
+
+
+def print_table(decodes: list[Decode], prefills: list[Prefill]) -> None:
+    print("\ndecode    context  M token-heads/s    GB/s  of read GB/s")
+    for d in decodes:
+        print(
+            f"{d.cache_dtype:10}{d.context:7}{d.million_token_heads_per_s:17.1f}"
+            f"{d.gb_per_s:8.1f}{d.bandwidth_fraction:5.0%} {d.read_gb_per_s:7.1f}"
+        )
+    if prefills:
+        print("\nprefill   context  new tokens  GFLOP/s")
+    for p in prefills:
+        print(f"{p.cache_dtype:10}{p.context:7}{p.new_tokens:12}{p.gflop_per_s:9.0f}")
