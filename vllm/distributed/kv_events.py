@@ -1,8 +1,8 @@
-"""What happens to cached blocks, told to whoever routes requests: structs and publishers.
+"""What happens to cached blocks, as structs, and who publishes it to routers.
 
 A message has three frames: the topic, a sequence number of 8 bytes (big-endian), and a
-batch in msgpack: [timestamp, events, data-parallel rank]. An event is a map whose "type"
-is the name of its class. Publishing never blocks or fails a step.
+batch in msgpack: [timestamp, events, data-parallel rank]. An event is a map whose
+"type" is the name of its class. Publishing never blocks or fails a step.
 """
 
 import queue
@@ -101,16 +101,18 @@ class NullEventPublisher(EventPublisher):
 
 
 def _binds(endpoint: str) -> bool:
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+    return (
+        "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
+    )
 
 
 class ZmqEventPublisher(EventPublisher):
     """Publishes over a PUB socket from a thread of its own.
 
     Binds endpoints with a `*` (or ipc, inproc) and connects to others. With a replay
-    endpoint, a client that sends the 8-byte number of the first batch it missed gets the
-    batches since then, as far as `buffer_steps` reaches, and then number -1. Batches
-    beyond `max_queue_size` are dropped and counted.
+    endpoint, a client that sends the 8-byte number of the first batch it missed gets
+    the batches since then, as far as `buffer_steps` reaches, and then number -1.
+    Batches beyond `max_queue_size` are dropped and counted.
     """
 
     SHUTDOWN_TIMEOUT_S: ClassVar[float] = 1.0
@@ -251,7 +253,9 @@ class ZmqEventPublisher(EventPublisher):
         while self._replay.poll(0):
             frames = self._replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                logger.warning("malformed KV event replay request of %d frames", len(frames))
+                logger.warning(
+                    "malformed KV event replay request of %d frames", len(frames)
+                )
                 continue
             client, empty, start = frames
             first = int.from_bytes(start, "big")

@@ -84,7 +84,8 @@ def _max_tokens(
 def _skips_reading_prefix_cache(
     sampling_params: SamplingParams | None, pooling_params: PoolingParams | None
 ) -> bool:
-    """Prompt logprobs need the logits of every prompt token, so nothing may be skipped."""
+    """Prompt logprobs need the logits of every prompt token, so nothing may be
+    skipped."""
     if sampling_params is not None:
         wish = sampling_params.skip_reading_prefix_cache
         return bool(wish) or sampling_params.prompt_logprobs is not None
@@ -189,7 +190,8 @@ class Request:
         self.num_output_placeholders = 0
         self.num_stale_outputs = 0
         self.is_prefill_chunk = False
-        # Set when a connector failed to load this request's blocks: it is not asked again.
+        # Set when a connector failed to load this request's blocks: it is not asked
+        # again.
         self.skip_external_cache = False
 
     @classmethod

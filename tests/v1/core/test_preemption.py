@@ -1,4 +1,4 @@
-"""Whatever the pressure, requests give the tokens they give alone, and no block leaks."""
+"""Under any pressure requests give the tokens they give alone; no block leaks."""
 
 import random
 
@@ -160,7 +160,9 @@ def test_preempted_requests_hit_what_they_left_in_the_cache() -> None:
     assert engine.lookups.preempted_hits > 0
     # The last token of each is sampled, never computed.
     wasted = engine.worker.num_computed - (first.num_tokens + second.num_tokens - 2)
-    assert wasted == engine.lookups.preempted_queries - engine.lookups.preempted_hits - 1
+    assert (
+        wasted == engine.lookups.preempted_queries - engine.lookups.preempted_hits - 1
+    )
     check_tokens(engine, [first, second], set())
 
 

@@ -1,4 +1,4 @@
-"""Requests whose KV comes from, or goes to, somewhere else: right tokens, exact frees."""
+"""Requests whose KV comes from, or goes to, somewhere else: tokens and frees."""
 
 import random
 from typing import Any
@@ -30,7 +30,8 @@ from vllm.v1.request import Request, RequestStatus
 class FakeConnector:
     """Claims to hold any prefix up to a share of the prompt, in chunks of `chunk`.
 
-    Its scheduler side hands load orders to the worker side below; both share the object.
+    Its scheduler side hands load orders to the worker side below; both share the
+    object.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class FakeConnector:
         if num_external_tokens:
             req_id = request.request_id
             self.num_loads[req_id] = self.num_loads.get(req_id, 0) + 1
-            self.orders.append((request, blocks.get_block_ids(), num_external_tokens, -1))
+            self.orders.append(
+                (request, blocks.get_block_ids(), num_external_tokens, -1)
+            )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         orders, self.orders = self.orders, []
@@ -124,7 +127,9 @@ class ConnectedWorker(SimulatedWorker):
             if self.connector.asynchronous:
                 end = request.num_computed_tokens
                 steps = self.connector.rng.randrange(1, self.connector.delay + 1)
-                self.connector.loads.append([steps, request, blocks, end - count, count])
+                self.connector.loads.append(
+                    [steps, request, blocks, end - count, count]
+                )
             else:
                 end = starts[request.request_id]
                 self._fill(request, blocks, end - count, count)

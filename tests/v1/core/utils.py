@@ -1,9 +1,9 @@
 """Schedulers without an engine, and workers that check every KV slot they read.
 
-`SimulatedWorker` knows only what SchedulerOutput tells. It stores in each slot the hash of
-the tokens up to that position, and on every read compares. The next token is a function of
-the whole prefix, so a stale, missing or foreign slot shows as an error, and any loss of
-tokens as another text than `reference_tokens`.
+`SimulatedWorker` knows only what SchedulerOutput tells. It stores in each slot the hash
+of the tokens up to that position, and on every read compares. The next token is a
+function of the whole prefix, so a stale, missing or foreign slot shows as an error, and
+any loss of tokens as another text than `reference_tokens`.
 """
 
 from dataclasses import dataclass, field
@@ -282,7 +282,9 @@ class SimulatedWorker:
         for req_id, (start, end) in spans.items():
             self.num_computed += end - start
             request = self.known[req_id]
-            assert end <= len(request.tokens), "a token was scheduled before it was known"
+            assert end <= len(request.tokens), (
+                "a token was scheduled before it was known"
+            )
             rows.append(self._sample(request) if end == len(request.tokens) else [])
             if rows[-1] and req_id in self.poisoned:
                 rows[-1] = request.tokens[-1:] = [POISONED_TOKEN]
@@ -311,7 +313,10 @@ class SimulatedWorker:
                 ids, (start, end) = self.known[req_id].block_ids, spans[req_id]
                 for group, spec in zip(ids, self.specs, strict=True):
                     for position in range(start, end):
-                        slot = group[position // spec.block_size], position % spec.block_size
+                        slot = (
+                            group[position // spec.block_size],
+                            position % spec.block_size,
+                        )
                         self.slots[slot] = POISON
             self._each(spans, self._read_slots)
 
@@ -321,7 +326,10 @@ class SimulatedWorker:
             assert new.req_id not in self.known, "a known request came as new"
             prompt = list(new.prompt_token_ids or [])
             self.known[new.req_id] = _Known(
-                prompt, len(prompt), [list(g) for g in new.block_ids], self.salts[new.req_id]
+                prompt,
+                len(prompt),
+                [list(g) for g in new.block_ids],
+                self.salts[new.req_id],
             )
             starts[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
@@ -347,7 +355,13 @@ class SimulatedWorker:
                 act(request, request.block_ids[group], spec, start, end, req_id)
 
     def _write(
-        self, request: _Known, ids: list[int], spec: KVCacheSpec, start: int, end: int, who: str
+        self,
+        request: _Known,
+        ids: list[int],
+        spec: KVCacheSpec,
+        start: int,
+        end: int,
+        who: str,
     ) -> None:
         size = spec.block_size
         if isinstance(spec, MambaSpec):
@@ -362,7 +376,13 @@ class SimulatedWorker:
             self.slots[block_id, position % size] = request.states[position]
 
     def _read_states(
-        self, request: _Known, ids: list[int], spec: KVCacheSpec, start: int, end: int, who: str
+        self,
+        request: _Known,
+        ids: list[int],
+        spec: KVCacheSpec,
+        start: int,
+        end: int,
+        who: str,
     ) -> None:
         if not isinstance(spec, MambaSpec) or start == 0:
             return
@@ -371,7 +391,13 @@ class SimulatedWorker:
         assert found == request.states[start - 1], f"{who} starts from a wrong state"
 
     def _read_slots(
-        self, request: _Known, ids: list[int], spec: KVCacheSpec, start: int, end: int, who: str
+        self,
+        request: _Known,
+        ids: list[int],
+        spec: KVCacheSpec,
+        start: int,
+        end: int,
+        who: str,
     ) -> None:
         if isinstance(spec, MambaSpec):
             return
@@ -457,7 +483,9 @@ class Engine:
                 while self.under_way:
                     self.take_oldest()
         counts = self.scheduler.get_request_counts()
-        raise AssertionError(f"no end after {max_steps} steps: running, waiting {counts}")
+        raise AssertionError(
+            f"no end after {max_steps} steps: running, waiting {counts}"
+        )
 
 
 def _add_up(total: PrefixCacheStats, part: PrefixCacheStats) -> None:

@@ -219,7 +219,7 @@ def hash_block_tokens(
     curr_block_token_ids: Sequence[int],
     extra_keys: tuple[Any, ...] | None = None,
 ) -> BlockHash:
-    """The hash of one block, given the hash of all blocks before it (None: no block)."""
+    """The hash of one block, given that of all blocks before it (None: no block)."""
     parent = parent_block_hash or NONE_HASH
     return BlockHash(hash_function((parent, tuple(curr_block_token_ids), extra_keys)))
 
@@ -260,9 +260,10 @@ def generate_block_hash_extra_keys(
 ) -> tuple[tuple[Any, ...] | None, int]:
     """What decides the content of tokens [start, end) besides the tokens themselves.
 
-    In this order: the LoRA adapter's name, multimodal items, the cache salt (first block
-    only: the chain carries it on), a digest of the prompt embeddings. Returns None when
-    there is nothing, and the multimodal index at which the next block starts to look.
+    In this order: the LoRA adapter's name, multimodal items, the cache salt (first
+    block only: the chain carries it on), a digest of the prompt embeddings. Returns
+    None when there is nothing, and the multimodal index at which the next block starts
+    to look.
     """
     keys: list[Any] = []
     if request.lora_request is not None:
@@ -315,8 +316,9 @@ def get_request_block_hasher(
 class BlockHashListWithBlockSize(Sequence[BlockHash]):
     """Hashes of larger blocks, read from the hashes of small ones.
 
-    Hashes are chained, so the last small hash of a larger block already names all of its
-    content and everything before it. Raises ValueError when the sizes do not divide.
+    Hashes are chained, so the last small hash of a larger block already names all of
+    its content and everything before it. Raises ValueError when the sizes do not
+    divide.
     """
 
     def __init__(
@@ -328,7 +330,7 @@ class BlockHashListWithBlockSize(Sequence[BlockHash]):
         if target_block_size % hash_block_size:
             raise ValueError(
                 f"block size {target_block_size} is no multiple of the hash block size "
-                f"{hash_block_size}: choose hash blocks that divide every group's blocks"
+                f"{hash_block_size}: choose hash blocks that divide all groups' blocks"
             )
         self.block_hashes = block_hashes
         self.scale_factor = target_block_size // hash_block_size

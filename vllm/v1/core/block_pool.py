@@ -154,12 +154,14 @@ class BlockPool:
         if num_full_blocks > len(hashes):
             raise KVCacheInvariantError(
                 f"request {request.request_id!r} has {len(hashes)} hashes of "
-                f"{block_size} tokens, but {num_full_blocks} full blocks are to be cached"
+                f"{block_size} tokens, but {num_full_blocks} blocks are to be cached"
             )
         stored: list[int] = []
         for index in range(num_cached_blocks, num_full_blocks):
             block = blocks[index]
-            masked = block_mask is not None and not block_mask[index - num_cached_blocks]
+            masked = (
+                block_mask is not None and not block_mask[index - num_cached_blocks]
+            )
             if block.is_null or masked:
                 continue
             key = make_block_hash_with_group_id(hashes[index], kv_cache_group_id)

@@ -109,8 +109,8 @@ class KVCacheCoordinator(ABC):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Starts a request with its cached blocks in every group. Comes before any group
-        takes new blocks, which could be the cached ones of another group."""
+        """Starts a request with its cached blocks in every group. Comes before any
+        group takes new blocks, which could be the cached ones of another group."""
         for manager, computed in zip(
             self.single_type_managers, new_computed_blocks, strict=True
         ):
@@ -149,7 +149,7 @@ class KVCacheCoordinator(ABC):
             manager.free(request_id)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forgets a request; returns the blocks for the caller to free in this order."""
+        """Forgets a request; returns its blocks, for the caller to free in order."""
         return [
             block
             for manager in self.single_type_managers

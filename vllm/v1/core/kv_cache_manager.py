@@ -1,7 +1,7 @@
 """Blocks for requests: what the scheduler asks and what it gets.
 
-Knows how many tokens a request has and needs. The groups behind it are the coordinator's
-matter, the order of requests is the scheduler's.
+Knows how many tokens a request has and needs. The groups behind it are the
+coordinator's matter, the order of requests is the scheduler's.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,9 @@ class KVCacheBlocks:
         )
 
     @overload
-    def get_block_ids(self, allow_none: Literal[False] = False) -> tuple[list[int], ...]: ...
+    def get_block_ids(
+        self, allow_none: Literal[False] = False
+    ) -> tuple[list[int], ...]: ...
 
     @overload
     def get_block_ids(
@@ -50,7 +52,7 @@ class KVCacheBlocks:
     ) -> tuple[list[int], ...] | None: ...
 
     def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
-        """Block ids by group; with `allow_none`, None when there are no blocks at all."""
+        """Block ids by group; with `allow_none`, None when there is no block."""
         if allow_none and not any(self.blocks):
             return None
         return tuple([block.block_id for block in group] for group in self.blocks)
@@ -116,7 +118,7 @@ class KVCacheManager:
         )
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        self._kinds = [str(get_kv_cache_spec_kind(spec)) for spec in specs]
+        self._kinds = [get_kv_cache_spec_kind(spec).value for spec in specs]
         self._windows = [get_kv_cache_spec_sliding_window(spec) for spec in specs]
 
     @property
@@ -148,7 +150,11 @@ class KVCacheManager:
     def discard_lookup(self, request: Request, num_cached_tokens: int) -> None:
         """Takes a look-up out of the statistics: the request waits and asks again."""
         stats = self.prefix_cache_stats
-        if stats is None or request.skip_reading_prefix_cache or not self.enable_caching:
+        if (
+            stats is None
+            or request.skip_reading_prefix_cache
+            or not self.enable_caching
+        ):
             return
         if request.num_preemptions > 0:
             stats.preempted_requests -= 1
@@ -192,9 +198,9 @@ class KVCacheManager:
         `delay_cache_blocks`: their content arrives later.
 
         `full_sequence_must_fit` refuses a request of which not all known tokens fit;
-        `reserved_blocks` free blocks are left alone; so is the watermark, when a request
-        is admitted beside others (`has_scheduled_reqs`). None changes nothing but to
-        give back blocks that the request does not need any more.
+        `reserved_blocks` free blocks are left alone; so is the watermark, when a
+        request is admitted beside others (`has_scheduled_reqs`). None changes nothing
+        but to give back blocks that the request does not need any more.
         """
         if num_new_tokens + num_external_computed_tokens <= 0:
             raise ValueError(
@@ -272,8 +278,8 @@ class KVCacheManager:
     # Giving back
 
     def free(self, request: Request) -> None:
-        """Frees a request's blocks. Those cached stay so until they are reused; its last
-        block is reused first. Does nothing for a request without blocks."""
+        """Frees a request's blocks. Those cached stay so until they are reused; its
+        last block is reused first. Does nothing for a request without blocks."""
         self.coordinator.free(request.request_id)
 
     def pop_blocks_for_free(self, request: Request) -> list[KVCacheBlock]:
@@ -367,7 +373,7 @@ def resolve_block_sizes(
         hash_block_size = (unit if len(sizes) > 1 else None) or gcd(*sizes)
     if any(size % hash_block_size for size in sizes):
         raise ValueError(
-            f"block hashes of {hash_block_size} tokens do not divide the groups' blocks "
-            f"of {', '.join(map(str, sizes))} tokens: choose another prefix_match_unit"
+            f"block hashes of {hash_block_size} tokens do not divide blocks of "
+            f"{', '.join(map(str, sizes))} tokens: choose another prefix_match_unit"
         )
     return lcm(*sizes), hash_block_size

@@ -1,4 +1,4 @@
-"""How long sampled blocks live, idle and wait between uses. Measures, decides nothing."""
+"""How long sampled blocks live, idle and wait between uses. Decides nothing."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""What every manager of one KV cache group does: give blocks to requests, take them back.
+"""What managers of one KV cache group share: giving blocks and taking them back.
 
 Knows one group's blocks by request. Knows nothing of other groups or of policy.
 """
@@ -27,7 +27,7 @@ class SingleTypeKVCacheManager(ABC):
     `num_cached_block` from its first allocation until it is freed.
     """
 
-    #: Says whether every prefix of a hit is a hit: then a hit is shortened by cutting it.
+    #: Says whether every prefix of a hit is a hit, so that hits can be cut short.
     hits_are_prefix_closed: ClassVar[bool] = False
     #: Says whether a request can go back by a token, keeping its blocks.
     can_step_back: ClassVar[bool] = True
@@ -85,8 +85,8 @@ class SingleTypeKVCacheManager(ABC):
         """How many free blocks it takes to give the request slots for `num_tokens`.
 
         Cached blocks that nobody holds count: they leave the free queue too. With the
-        admission cap, a request that gives blocks back as it goes is counted by the most
-        it holds at once.
+        admission cap, a request that gives blocks back as it goes is counted by the
+        most it holds at once.
         """
         held = len(self.req_to_blocks.get(request_id, ()))
         required = self.num_required_blocks(num_tokens)
@@ -203,7 +203,7 @@ class SingleTypeKVCacheManager(ABC):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """The longest cached prefix of at most `max_length` tokens, in whole alignments.
+        """The longest cached prefix within `max_length` tokens, in whole alignments.
 
         Returns one block list for each group id, null where no block is needed, and the
         length in tokens. `block_hashes` are hashes of this spec's blocks. With
@@ -219,8 +219,8 @@ class SingleTypeKVCacheManager(ABC):
         processed_computed_tokens: int,
         num_prompt_tokens: int | None = None,
     ) -> None:
-        """Gives back blocks that nothing attends to any more, and puts the null block in
-        their place. Counts only tokens whose computation is certain to be kept."""
+        """Gives back blocks that nothing attends to any more, and puts the null block
+        in their place. Counts only tokens whose computation is certain to be kept."""
         skipped = self.get_num_skipped_tokens(processed_computed_tokens)
         self._give_back(request_id, 0, skipped // self.block_size)
 
@@ -238,7 +238,7 @@ class SingleTypeKVCacheManager(ABC):
         self._num_skipped_blocks[request_id] = end
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forgets a request; returns its blocks, last one first, for the caller to free.
+        """Forgets a request; returns its blocks, last first, for the caller to free.
 
         The tail of a prefix is less likely to be hit than its head, so it goes first.
         """
@@ -251,5 +251,5 @@ class SingleTypeKVCacheManager(ABC):
         self.block_pool.free_blocks(self.pop_blocks_for_free(request_id))
 
     def new_step_starts(self) -> None:
-        """Tells that the steps scheduled so far come before whatever is decided next."""
+        """Tells that the steps scheduled so far come before what is decided next."""
         return

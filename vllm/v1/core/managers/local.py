@@ -22,7 +22,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         self.extra_retained_tokens = kv_cache_spec.extra_retained_tokens
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """With `n` tokens computed the next one is at position n: it reads n - w + 1 on."""
+        """With n tokens computed the next is at position n: it reads n - w + 1 on."""
         kept = self.sliding_window - 1 + self.extra_retained_tokens
         return max(0, num_computed_tokens - kept)
 
@@ -53,7 +53,9 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
         for index in range(num_blocks - 1, -1, -1):
             if not run and (index + 1 - dropped) * block_size % alignment_tokens:
                 continue
-            cached = block_pool.get_cached_block(block_hashes[index], kv_cache_group_ids)
+            cached = block_pool.get_cached_block(
+                block_hashes[index], kv_cache_group_ids
+            )
             if cached is None:
                 run = 0
                 continue
@@ -97,7 +99,9 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
         """Blocks before the chunk that holds position `max_length` are not needed; from
         there on, left to right up to the first block that is not cached."""
         if not isinstance(kv_cache_spec, ChunkedLocalAttentionSpec):
-            raise TypeError(f"expected a ChunkedLocalAttentionSpec, got {kv_cache_spec!r}")
+            raise TypeError(
+                f"expected a ChunkedLocalAttentionSpec, got {kv_cache_spec!r}"
+            )
         if drop_eagle_block:
             raise ValueError("chunked local attention does not serve draft models")
         block_size = kv_cache_spec.block_size * dcp_world_size * pcp_world_size

@@ -1,9 +1,9 @@
 """Manager of groups that keep a recurrent state instead of one entry a token.
 
-A block holds the state after the last token written to it. Modes: `none` keeps one block
-a request and caches nothing; `all` has a block for every `block_size` tokens, each with
-the state at its end; `align` lists blocks by position like `all` but backs only those at
-which a step ended.
+A block holds the state after the last token written to it. Modes: `none` keeps one
+block a request and caches nothing; `all` has a block for every `block_size` tokens,
+each with the state at its end; `align` lists blocks by position like `all` but backs
+only those at which a step ended.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class MambaManager(SingleTypeKVCacheManager):
         num_tokens_main_model: int,
         apply_admission_cap: bool = False,
     ) -> int:
-        """In `align` mode a step takes one block at most, two with an external prefix."""
+        """In `align` mode a step takes one block, two with an external prefix."""
         if self.mode != "align":
             return super().get_num_blocks_to_allocate(
                 request_id,
@@ -157,7 +157,7 @@ class MambaManager(SingleTypeKVCacheManager):
         if request_id not in self.num_cached_block:
             return
         if self.mode == "align":
-            # Only a step that ends at a block's end leaves the state of that very token.
+            # Only a step that ends at a block's end leaves the state after it.
             if num_tokens % self.block_size:
                 return
             end = num_tokens // self.block_size
@@ -187,7 +187,9 @@ class MambaManager(SingleTypeKVCacheManager):
         for index in range(num_blocks - 1, -1, -1):
             if (index + 1) * block_size % alignment_tokens:
                 continue
-            cached = block_pool.get_cached_block(block_hashes[index], kv_cache_group_ids)
+            cached = block_pool.get_cached_block(
+                block_hashes[index], kv_cache_group_ids
+            )
             if cached is not None:
                 nulls = [block_pool.null_block] * index
                 return tuple([*nulls, block] for block in cached), (

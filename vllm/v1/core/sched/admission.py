@@ -1,7 +1,7 @@
 """Whether and how a waiting request starts: its hits, its first tokens, its blocks.
 
-Knows one request at a time. The order of requests, and what to do when there is no room,
-are the scheduler's matter.
+Knows one request at a time. The order of requests, and what to do when there is no
+room, are the scheduler's matter.
 """
 
 from dataclasses import dataclass
@@ -70,8 +70,8 @@ class Admission:
         self.transfer = transfer
 
     def is_ready(self, request: Request) -> bool:
-        """Says whether a waiting request can be considered at all: no load and no output
-        of an earlier run is under way. Takes in a load that is over."""
+        """Says whether a waiting request can be considered at all: no load and no
+        output of an earlier run is under way. Takes in a load that is over."""
         if request.num_output_placeholders > 0:
             return False
         if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -81,7 +81,9 @@ class Admission:
             return False
         self.transfer.finished_recving.discard(request_id)
         request.status = (
-            RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            RequestStatus.PREEMPTED
+            if request.num_preemptions
+            else RequestStatus.WAITING
         )
         if request_id in self.transfer.failed_recving:
             self.transfer.failed_recving.discard(request_id)

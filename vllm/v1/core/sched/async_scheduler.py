@@ -1,7 +1,6 @@
 """Scheduling one step ahead: the next step is decided before the last one's tokens are
 known. A placeholder stands for each token under way."""
 
-
 from vllm.v1.core.sched.output_update import append_tokens
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus

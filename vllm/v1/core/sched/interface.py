@@ -36,8 +36,8 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Decides the next step. With `throttle_prefills` it admits no new request while
-        others run."""
+        """Decides the next step. With `throttle_prefills` it admits no new request
+        while others run."""
 
     @abstractmethod
     def update_from_output(
@@ -86,7 +86,7 @@ class SchedulerInterface(ABC):
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forgets cached blocks; False when blocks are in use. With
-        `reset_running_requests` running requests are preempted first, so that none is."""
+        `reset_running_requests` running requests are preempted first."""
 
     @abstractmethod
     def make_stats(self) -> SchedulerStats | None:

@@ -1,7 +1,7 @@
 """The scheduler's side of a KV connector: external hits, loads under way, late frees.
 
-Knows which requests wait for transfers. Knows nothing of bytes. Without a connector every
-answer is "nothing".
+Knows which requests wait for transfers. Knows nothing of bytes. Without a connector
+every answer is "nothing".
 """
 
 from collections import Counter, deque
@@ -104,8 +104,8 @@ class KVTransfer:
         )
         if num_tokens is None:
             return None
-        # The last token is computed here in any case. A load outside of a step may bring
-        # it along, where a request can go back by a token.
+        # The last token is computed here in any case. A load outside of a step may
+        # bring it along, where a request can go back by a token.
         may_bring_all = load_async and self.kv_cache_manager.coordinator.can_step_back
         room = request.num_tokens - num_local_tokens - (not may_bring_all)
         num_tokens = min(num_tokens, room)

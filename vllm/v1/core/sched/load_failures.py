@@ -48,8 +48,8 @@ class LoadFailures:
             self._cache_loaded(self.book.requests.get(req_id))
         if not invalid:
             return set()
-        # Blocks of loads within a step may belong to other requests by now. The rest was
-        # loaded outside of steps, or is reported late: whoever holds it is spoiled.
+        # Blocks of loads within a step may belong to other requests by now. The rest
+        # was loaded outside of steps, or is reported late: whoever holds it is spoiled.
         others = invalid.difference(*loads.values())
         manager = self.admission.kv_cache_manager
         unfinished = [*self.book.running, *self.book.waiting]

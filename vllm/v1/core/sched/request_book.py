@@ -18,8 +18,8 @@ class RequestBook:
     """Every request is in `requests` until its blocks are free, and while unfinished in
     exactly one of `waiting` and `running`.
 
-    `finished_req_ids` are those that workers have not heard of; `finished_by_client` the
-    same for clients, where they want it.
+    `finished_req_ids` are those that workers have not heard of; `finished_by_client`
+    the same for clients, where they want it.
     """
 
     def __init__(

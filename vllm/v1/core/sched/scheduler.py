@@ -1,7 +1,7 @@
 """Which requests compute which tokens in the next step.
 
-Knows requests, budgets and queues. Knows no block, no byte and no device: blocks are the
-KV cache manager's matter, loads and saves the connector's.
+Knows requests, budgets and queues. Knows no block, no byte and no device: blocks are
+the KV cache manager's matter, loads and saves the connector's.
 """
 
 import time
@@ -40,9 +40,9 @@ logger = init_logger(__name__)
 class Scheduler(SchedulerInterface):
     """Continuous batching: every step mixes prompts, in chunks, with decodes.
 
-    Running requests come first, in the order of the policy; when blocks run out, the last
-    of them gives its blocks back and waits at the front of the queue. What it computed is
-    computed again, or found in the prefix cache.
+    Running requests come first, in the order of the policy; when blocks run out, the
+    last of them gives its blocks back and waits at the front of the queue. What it
+    computed is computed again, or found in the prefix cache.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class Scheduler(SchedulerInterface):
         self, request: Request, num_new_tokens: int, plan: StepPlan
     ) -> KVCacheBlocks | None:
         """Extends a request's blocks. Until there is room, requests give theirs back in
-        the reverse order of the policy: those that wait with loaded blocks, then running
-        ones. None when the request had to give back its own."""
+        the reverse order of the policy: those that wait with loaded blocks, then
+        running ones. None when the request had to give back its own."""
         while True:
             blocks = self.kv_cache_manager.allocate_slots(
                 request,
@@ -309,7 +309,7 @@ class Scheduler(SchedulerInterface):
         return True
 
     def _count_progress(self, request: Request, num_tokens: int) -> None:
-        """Counts scheduled tokens as computed, so that the next step goes on from there."""
+        """Counts scheduled tokens as computed: the next step goes on from there."""
         request.num_computed_tokens += num_tokens
         request.is_prefill_chunk = request.num_computed_tokens < (
             request.num_tokens + request.num_output_placeholders
@@ -428,7 +428,7 @@ class Scheduler(SchedulerInterface):
     def get_request_counts(self) -> tuple[int, int]:
         return len(self.running), len(self.waiting)
 
-    # --- resets and reports ------------------------------------------------------------
+    # --- resets and reports -----------------------------------------------------------
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -54,8 +54,8 @@ class StepPlan:
         finished_req_ids: set[str],
         new_block_ids_to_zero: list[int],
     ) -> SchedulerOutput:
-        """The message to the workers. Comes before progress is counted: workers are told
-        how many tokens are computed when the step starts."""
+        """The message to the workers. Comes before progress is counted: workers are
+        told how many tokens are computed when the step starts."""
         new = [
             NewRequestData.from_request(r, self.blocks[r.request_id].get_block_ids())
             for r in self.new

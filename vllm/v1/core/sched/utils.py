@@ -19,7 +19,8 @@ def check_sequence_repetition(
         # Copies side by side: every token equals the one `size` places before it.
         first = num_tokens - size * (params.min_count - 1)
         if all(
-            token_ids[i] == token_ids[i - size] for i in range(num_tokens - 1, first - 1, -1)
+            token_ids[i] == token_ids[i - size]
+            for i in range(num_tokens - 1, first - 1, -1)
         ):
             return True
     return False
