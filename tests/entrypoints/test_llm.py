@@ -136,6 +136,22 @@ def test_logprobs_equal_the_reference(llm: LLM, reference: LlamaForCausalLM) -> 
                 assert item.decoded_token is not None
 
 
+def test_logprobs_of_given_tokens(llm: LLM, reference: LlamaForCausalLM) -> None:
+    ids = list(range(40, 60))
+    params = SamplingParams(
+        temperature=0.0, max_tokens=2, logprob_token_ids=[7, 9], ignore_eos=True
+    )
+    (output,) = llm.generate([ids], params, use_tqdm=False)
+    tokens = output.outputs[0].token_ids
+    with torch.no_grad():
+        expected = reference(torch.tensor([ids + tokens])).logits[0].log_softmax(-1)
+    for i, entry in enumerate(output.outputs[0].logprobs):
+        assert list(entry) == [tokens[i], 7, 9]
+        for token, item in entry.items():
+            want = expected[len(ids) + i - 1, token].item()
+            assert item.logprob == pytest.approx(want, abs=2e-4)
+
+
 def test_seeds_repeat_and_differ(llm: LLM) -> None:
     def sample(seed: int) -> list[list[int]]:
         params = SamplingParams(temperature=1.0, max_tokens=8, seed=seed)
@@ -204,6 +220,26 @@ def test_an_interrupted_call_leaves_nothing_running(
     monkeypatch.undo()
     assert not llm.llm_engine.has_unfinished_requests()
     assert len(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == 4
+
+
+def test_an_interrupted_step_leaves_no_false_cache(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are known by hash when it is scheduled, and were never computed."""
+    prompt = {"prompt_token_ids": list(range(60, 120))}
+    expected = ids_of(llm.generate(prompt, GREEDY, use_tqdm=False))
+    assert llm.reset_prefix_cache()
+    executor = llm.llm_engine.engine_core.engine_core.model_executor
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(executor, "execute_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompt, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.num_cached_tokens == 0 and ids_of([output]) == expected
 
 
 def test_parameters_of_the_caller_are_not_changed(llm: LLM) -> None:

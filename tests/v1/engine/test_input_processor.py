@@ -81,6 +81,8 @@ def test_bad_prompts_are_refused(
         ({"allowed_token_ids": [10_000]}, "allowed_token_ids"),
         ({"logit_bias": {10_000: 1.0}}, "logit_bias"),
         ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"logprob_token_ids": [10_000]}, "logprob_token_ids"),
+        ({"logprob_token_ids": list(range(21))}, "above the limit of 20"),
         ({"flat_logprobs": True}, "flat_logprobs"),
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
     ],

@@ -18,7 +18,6 @@ from vllm.v1.engine import EngineCoreRequest
 
 # Fields of SamplingParams that no part of this engine acts on.
 _UNSUPPORTED_PARAMS = (
-    "logprob_token_ids",
     "structured_outputs",
     "thinking_token_budget",
 )
@@ -167,6 +166,10 @@ class InputProcessor:
         params.prompt_logprobs = self._checked_logprobs(
             "prompt_logprobs", params.prompt_logprobs
         )
+        if params.logprob_token_ids:
+            self._check_ids("logprob_token_ids", params.logprob_token_ids)
+            self._checked_logprobs("logprob_token_ids", len(params.logprob_token_ids))
+            params.logprobs = params.logprobs or 0
         if params.allowed_token_ids is not None:
             self._check_ids("allowed_token_ids", params.allowed_token_ids)
         if params.logit_bias is not None:

@@ -3,7 +3,7 @@
 Takes arrays from the core and gives dicts from token id to Logprob. Knows no sampling.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -53,8 +53,11 @@ class LogprobsProcessor:
         num_logprobs: int | None,
         num_prompt_logprobs: int | None,
         prompt_token_ids: list[int] | None,
+        logprob_token_ids: list[int] | None = None,
     ) -> None:
         self._texts = token_texts
+        # Rows show these tokens, whose ranks nobody computed, instead of the likeliest.
+        self._num_given = len(logprob_token_ids) if logprob_token_ids else None
         self._num_logprobs = num_logprobs
         self._num_prompt_logprobs = num_prompt_logprobs
         self._prompt_token_ids = prompt_token_ids or []
@@ -79,7 +82,7 @@ class LogprobsProcessor:
         )
         for rank, logprobs, token_ids in rows:
             entry = self._entry(
-                token_ids, logprobs, rank, self._num_logprobs, self._recent_ids
+                token_ids, logprobs, self._ranks(rank, token_ids), self._recent_ids
             )
             self.logprobs.append(entry)
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + logprobs[0]
@@ -101,11 +104,9 @@ class LogprobsProcessor:
             before = self._prompt_token_ids[
                 max(0, position - _CHARACTER_CONTEXT) : position
             ]
-            self.prompt_logprobs.append(
-                self._entry(
-                    token_ids, logprobs, rank, self._num_prompt_logprobs, before
-                )
-            )
+            count = _count(self._num_prompt_logprobs, token_ids)
+            ranks = [rank, *range(1, count)]
+            self.prompt_logprobs.append(self._entry(token_ids, logprobs, ranks, before))
 
     def pop_prompt_logprobs(self) -> PromptLogprobs | None:
         """What has come since the last call, for outputs that carry news only."""
@@ -115,23 +116,31 @@ class LogprobsProcessor:
             self.prompt_logprobs = []
         return news
 
+    def _ranks(self, rank: int, token_ids: list[int]) -> list[int | None]:
+        """The rank of each column that this request asked for."""
+        if self._num_given is not None:
+            return [rank, *[None] * self._num_given]
+        return [rank, *range(1, _count(self._num_logprobs, token_ids))]
+
     def _entry(
         self,
         token_ids: list[int],
         logprobs: list[float],
-        rank: int,
-        num_logprobs: int,
+        ranks: Sequence[int | None],
         previous_ids: list[int],
     ) -> dict[int, Logprob]:
-        """The chosen token first, then the most likely ones in order of rank."""
-        count = len(token_ids) if num_logprobs == -1 else num_logprobs + 1
-        ranks: Iterable[int] = (rank, *range(1, count))
+        """The chosen token first, then the others in the order of their columns."""
         entry: dict[int, Logprob] = {}
-        for token_id, logprob, token_rank in zip(
-            token_ids[:count], logprobs[:count], ranks, strict=False
-        ):
+        for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=False):
             if token_id in entry:
-                continue  # the chosen token is among the most likely ones
+                continue  # the chosen token is among the others
             text = self._texts.text(token_id, previous_ids) if self._texts else None
-            entry[token_id] = Logprob(logprob, token_rank, text)
+            entry[token_id] = Logprob(logprob, rank, text)
         return entry
+
+
+def _count(num_logprobs: int | None, token_ids: list[int]) -> int:
+    """Columns of a row that belong to a request for so many logprobs."""
+    if num_logprobs is None or num_logprobs == -1:
+        return len(token_ids)
+    return num_logprobs + 1

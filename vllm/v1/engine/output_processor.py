@@ -111,6 +111,7 @@ class RequestState:
                 params.logprobs,
                 params.prompt_logprobs,
                 prompt_token_ids,
+                params.logprob_token_ids,
             ),
             queue=queue,
             stream_interval=params.stream_interval or stream_interval,
