@@ -251,48 +251,24 @@ def paged_attention(
     Raises ValueError, before anything is written, for shapes, types and indices that do
     not fit.
     """
-    query_rows, out_rows = _rows("query", query), _rows("out", out)
-    if (query_rows.size, out_rows.size) != (head_size, head_size_v):
-        raise ValueError(
-            f"query and out have head sizes {query_rows.size} and {out_rows.size}: "
-            f"expected {head_size} and {head_size_v}"
-        )
-    layer = _pages(pages, dtype, head_size, head_size_v)
+    _check_heads(out, query, pages, head_size, head_size_v)
+    _check_batch(query_start_loc, seq_lens, block_table)
     tokens, heads, _ = query.shape
-    if out.shape[0] != tokens or out.shape[1] != heads:
-        raise ValueError(
-            f"out has shape {tuple(out.shape)}: expected {(tokens, heads, head_size_v)}"
-        )
-    if layer.num_heads == 0 or heads % layer.num_heads:
-        raise ValueError(
-            f"{heads} query heads do not divide among {layer.num_heads} KV heads: "
-            "expected a multiple"
-        )
-    requests = seq_lens.shape[0]
-    if query_start_loc.shape[0] != requests + 1 or block_table.shape[0] != requests:
-        raise ValueError(
-            f"{requests} seq_lens, {query_start_loc.shape[0]} query_start_loc and "
-            f"{block_table.shape[0]} rows of block_table: expected R, R + 1 and R"
-        )
-    if block_table.dim() != 2 or (requests and block_table.stride(1) != 1):
-        raise ValueError("block_table must be [R, W] with contiguous rows")
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
         if sinks.shape != (heads,):
-            raise ValueError(
-                f"sinks have shape {tuple(sinks.shape)}: expected ({heads},)"
-            )
+            raise ValueError(f"{tuple(sinks.shape)} sinks: expected ({heads},)")
     args = _AttentionArgs(
-        out_rows,
-        query_rows,
-        layer,
+        _rows("out", out),
+        _rows("query", query),
+        _pages(pages, dtype, head_size, head_size_v),
         _vector("query_start_loc", query_start_loc, torch.int32),
         _vector("seq_lens", seq_lens, torch.int32),
         _data("block_table", block_table, torch.int32),
         None if sinks is None else sinks.data_ptr(),
         block_table.stride(0),
         block_table.shape[1],
-        requests,
+        seq_lens.shape[0],
         tokens,
         heads,
         _DTYPES[dtype],
@@ -322,6 +298,43 @@ def read_all(tensor: torch.Tensor) -> float:
     """Reads a contiguous CPU tensor once, on all threads: to time the memory."""
     size = tensor.numel() * tensor.element_size()
     return _kernels().read(tensor.data_ptr(), size)
+
+
+def _check_heads(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    head_size: int,
+    head_size_v: int,
+) -> None:
+    if query.dim() != 3 or query.shape[2] != head_size:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)}: expected [tokens, heads, "
+            f"{head_size}]"
+        )
+    tokens, heads, _ = query.shape
+    if out.shape != (tokens, heads, head_size_v):
+        raise ValueError(
+            f"out has shape {tuple(out.shape)}: expected {(tokens, heads, head_size_v)}"
+        )
+    if pages.dim() == 4 and (pages.shape[1] == 0 or heads % pages.shape[1]):
+        raise ValueError(
+            f"{heads} query heads do not divide among {pages.shape[1]} KV heads: "
+            "expected a multiple"
+        )
+
+
+def _check_batch(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
+) -> None:
+    requests = seq_lens.shape[0]
+    if query_start_loc.shape[0] != requests + 1 or block_table.shape[0] != requests:
+        raise ValueError(
+            f"{requests} seq_lens, {query_start_loc.shape[0]} query_start_loc and "
+            f"{block_table.shape[0]} rows of block_table: expected R, R + 1 and R"
+        )
+    if block_table.dim() != 2 or (requests and block_table.stride(1) != 1):
+        raise ValueError("block_table must be [R, W] with contiguous rows")
 
 
 def _data(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
