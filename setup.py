@@ -27,7 +27,10 @@ CPU_SOURCES = Path("csrc/cpu")
 # Compiled once for the machine the package is built for: no instruction set assumed.
 COMMON_UNITS = ("exports.cpp", "plan.cpp")
 # Compiled once for each instruction set; the library chooses when it is loaded.
-ISA_UNITS = ("attention_dense.cpp", "cache_store.cpp", "table.cpp")
+ISA_UNITS = (
+    *("attention_dense.cpp", "attention_latent.cpp", "cache_store.cpp", "table.cpp"),
+    *("latent_fp8.cpp", "latent_per_token_head.cpp", "latent_ds_mla.cpp"),
+)
 
 COMMON_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),

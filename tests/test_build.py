@@ -105,7 +105,11 @@ def test_the_wheel_is_of_one_platform_and_carries_the_library(
     assert not [n for n in names if n.split("/")[0] in ("tests", "csrc", "build")]
     for requirement in ("numpy", "transformers", "torch"):
         assert re.search(rf"^Requires-Dist: {requirement}\b", text, re.M)
-    assert set(re.findall(r"^Provides-Extra: (\w+)", text, re.M)) == {"demo", "test"}
+    assert set(re.findall(r"^Provides-Extra: (.+)$", text, re.M)) == {
+        "demo",
+        "demo-gemma",
+        "test",
+    }
 
 
 def test_the_source_archive_holds_what_a_build_reads(

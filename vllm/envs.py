@@ -50,6 +50,8 @@ environment_variables: dict[str, Callable[[], Any]] = {
     # logging
     "VLLM_LOGGING_LEVEL": _text("VLLM_LOGGING_LEVEL", "INFO"),
     "VLLM_LOG_STATS_INTERVAL": _number("VLLM_LOG_STATS_INTERVAL", 10.0),
+    # files that can be made again; by default ~/.cache/vllm
+    "VLLM_CACHE_ROOT": _text("VLLM_CACHE_ROOT"),
     # KV cache
     "VLLM_KV_CACHE_LAYOUT": _text("VLLM_KV_CACHE_LAYOUT"),
     "VLLM_CPU_KVCACHE_SPACE": _number("VLLM_CPU_KVCACHE_SPACE", 0.0),  # GiB, 0: choose

@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -69,6 +73,30 @@ FAMILIES: dict[str, tuple[PretrainedConfig, type]] = {
         Qwen3ForCausalLM,
     ),
 }
+
+
+_GEMMA: dict[str, Any] = _sizes(
+    num_hidden_layers=4, head_dim=32, query_pre_attn_scalar=24, sliding_window=9
+)
+FAMILIES["gemma2"] = (
+    Gemma2Config(
+        **_GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
+    ),
+    Gemma2ForCausalLM,
+)
+FAMILIES["gemma3"] = (
+    Gemma3TextConfig(**_GEMMA, sliding_window_pattern=3),
+    Gemma3ForCausalLM,
+)
+FAMILIES["gemma3-linear-rope"] = (
+    Gemma3TextConfig(
+        **_GEMMA,
+        sliding_window_pattern=2,
+        final_logit_softcapping=9.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    Gemma3ForCausalLM,
+)
 
 
 def hf_model(name: str, seed: int = 0) -> torch.nn.Module:

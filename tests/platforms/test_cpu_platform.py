@@ -114,7 +114,7 @@ def test_head_sizes_that_do_not_fit_are_refused():
 
 
 def test_a_fixed_block_size_must_fit_the_backend():
-    with pytest.raises(ValueError, match=r"CPU_ATTN: block size 24 not supported"):
+    with pytest.raises(ValueError, match=r"CPU_ATTN: block size 24 \(.*not supported"):
         PLATFORM.check_and_update_config(
             with_backend(config(block_size=24), AttentionBackendEnum.CPU_ATTN)
         )
@@ -234,3 +234,19 @@ def test_cuda_falls_back_to_the_reference(monkeypatch):
 def test_cuda_does_not_pretend_to_be_a_cpu():
     with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES"):
         CudaPlatform.check_and_update_config(config())
+
+
+def test_numbers_ranges_and_words_mix():
+    dense = skipped("0,3-5", "sliding_window", "9", cache_dtype="fp8")
+    assert dense == ["0", "3", "4", "5", "9", "sliding_window"]
+
+
+@pytest.mark.parametrize("entry", ["7-3", "full", "-1", "1-", "3.5"])
+def test_an_entry_that_names_no_layer_is_refused(entry):
+    with pytest.raises(ValueError, match="expected a layer number, a range"):
+        skipped(entry, cache_dtype="fp8")
+
+
+def test_layers_that_the_model_has_not_are_refused():
+    with pytest.raises(ValueError, match="layers 31, 32, but .* layers 0 to 30"):
+        skipped("29-32", cache_dtype="fp8", layers=31)

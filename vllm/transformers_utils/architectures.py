@@ -7,11 +7,14 @@ imported. `ModelRegistry` is its public face.
 from typing import Any
 
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
+_GEMMA = "vllm.model_executor.models.gemma"
 
 # HF architecture -> "module:Class", resolved only for the model being loaded.
 ARCHITECTURES: dict[str, str | type[Any]] = {
     "DeepseekV2ForCausalLM": f"{_DEEPSEEK}:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": f"{_DEEPSEEK}:DeepseekV3ForCausalLM",
+    "Gemma2ForCausalLM": f"{_GEMMA}:Gemma2ForCausalLM",
+    "Gemma3ForCausalLM": f"{_GEMMA}:Gemma3ForCausalLM",
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "vllm.model_executor.models.mistral:MistralForCausalLM",
     "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2:Qwen2ForCausalLM",

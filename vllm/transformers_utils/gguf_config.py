@@ -8,9 +8,12 @@ import math
 from typing import Any
 
 from vllm.transformers_utils.gguf import GGUFFile
+from vllm.transformers_utils.gguf_gemma import gemma_keys
 
 # GGUF architecture -> (HF model_type, HF architecture)
 GGUF_ARCHITECTURES = {
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
@@ -60,6 +63,8 @@ def config_dict(gguf: GGUFFile) -> dict[str, Any]:
     }
     if model_type == "mistral":
         config["sliding_window"] = window or None
+    if arch.startswith("gemma"):
+        config |= gemma_keys(gguf, config, config["rope_parameters"])
     return config
 
 

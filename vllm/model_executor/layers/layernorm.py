@@ -1,4 +1,4 @@
-"""Root-mean-square norm, with the residual addition fused into its interface."""
+"""Root-mean-square norms, with the residual addition fused into their interface."""
 
 import torch
 import torch.nn.functional as F
@@ -44,3 +44,47 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
+
+
+class GemmaRMSNorm(nn.Module):
+    """y = (1 + weight) * x / rms(x), all in float32, rounded once to x's dtype.
+
+    Interface of `RMSNorm`, but not a kind of it: the weight means something else.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.variance_epsilon = eps
+        self.weight = nn.Parameter(
+            torch.zeros(hidden_size, dtype=dtype), requires_grad=False
+        )
+        self._shape = (hidden_size,)
+        self._factor: torch.Tensor | None = None
+
+    def process_weights_after_loading(self) -> None:
+        """Computes 1 + weight once, in float32."""
+        self._factor = 1.0 + self.weight.data.float()
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """norm(x), or (norm(x + residual), x + residual) when there is a residual."""
+        if residual is None:
+            return self._norm(x)
+        summed = x + residual
+        return self._norm(summed), summed
+
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self._factor
+        if factor is None:
+            factor = 1.0 + self.weight.float()
+        normed = F.rms_norm(x.float(), self._shape, factor, self.variance_epsilon)
+        return normed.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self._shape[0]}, eps={self.variance_epsilon}"

@@ -37,18 +37,25 @@ _PER_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Where the same words mean other norms.
+_PER_LAYER_GEMMA = _PER_LAYER | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # Rope factors belong to the config.
 _IGNORED = re.compile(r"rope_\w+\.weight|blk\.\d+\.(attn_rot_embd|rope_\w+)(\.weight)?")
 
 
-def hf_name(name: str) -> str | None:
+def hf_name(name: str, arch: str = "llama") -> str | None:
     """The Hugging Face name of a GGUF tensor; None to skip it, itself if unknown."""
     if _IGNORED.fullmatch(name):
         return None
     layer = _LAYER_TENSOR.fullmatch(name)
-    if layer is not None and layer[2] in _PER_LAYER:
-        return f"model.layers.{layer[1]}.{_PER_LAYER[layer[2]]}.{layer[3]}"
+    names = _PER_LAYER_GEMMA if arch.startswith("gemma") else _PER_LAYER
+    if layer is not None and layer[2] in names:
+        return f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
     stem, _, leaf = name.rpartition(".")
     return f"{_TOP[stem]}.{leaf}" if stem in _TOP else name
 
@@ -62,8 +69,10 @@ class GGUFCheckpoint:
         self._names = {
             name: tensor
             for raw, tensor in gguf.tensors.items()
-            if (name := hf_name(raw)) is not None
+            if (name := hf_name(raw, gguf.architecture)) is not None
         }
+        # llama.cpp adds the one to norms that multiply by 1 + weight.
+        self._norms_hold_one = gguf.architecture.startswith("gemma")
         # llama.cpp stores these rows with rotated pairs side by side.
         self._paired_heads: dict[str, int] = {}
         if gguf.architecture == "llama":
@@ -86,7 +95,9 @@ class GGUFCheckpoint:
         """The values in the model's dtype and shape, in Hugging Face's row order."""
         num_rows = math.prod(tensor.shape[:-1])
         columns = tensor.shape[-1]
-        out = torch.empty(num_rows, columns, dtype=self._dtype)
+        plus_one = self._norms_hold_one and tensor.name.endswith("norm.weight")
+        dtype = torch.float32 if plus_one else self._dtype
+        out = torch.empty(num_rows, columns, dtype=dtype)
         step = max(1, _CHUNK_ELEMENTS // columns)
         for start in range(0, num_rows, step):
             rows = slice(start, min(start + step, num_rows))
@@ -95,6 +106,8 @@ class GGUFCheckpoint:
             writable = values if values.flags.writeable else values.copy()
             out[rows].copy_(torch.from_numpy(writable))
         out = out.view(tensor.shape)
+        if plus_one:
+            return out - 1.0
         heads = self._paired_heads.get(tensor.name.split(".")[-2])
         return out if heads is None else unpaired_rows(out, heads)
 

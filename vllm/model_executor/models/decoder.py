@@ -45,7 +45,10 @@ from vllm.model_executor.models.utils import (
 class DecoderFacts:
     """What distinguishes one family from another.
 
-    `windows` has one entry per layer: its sliding window in tokens, or None.
+    `windows` has one entry per layer: its sliding window in tokens, or None. A None of
+    `activation` means the config's `hidden_act`, one of `attention_scale` 1 / sqrt(head
+    size). Caps bound logits through a tanh. `sinks` gives every head a learnt logit
+    that takes attention away from all tokens.
     """
 
     windows: tuple[int | None, ...]
@@ -53,6 +56,12 @@ class DecoderFacts:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm_cls: type[nn.Module] = RMSNorm
+    activation: str | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
@@ -98,7 +107,7 @@ class GatedMLP(nn.Module):
             prefix=f"{prefix}.down_proj",
             return_bias=False,
         )
-        self.act_fn = get_act_and_mul_fn(config.hidden_act)
+        self.act_fn = get_act_and_mul_fn(facts.activation or config.hidden_act)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_up_proj(x)))
@@ -137,21 +146,33 @@ class SelfAttention(nn.Module):
             prefix=f"{prefix}.o_proj",
             return_bias=False,
         )
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if facts.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.q_norm = facts.norm_cls(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = facts.norm_cls(self.head_dim, eps=config.rms_norm_eps)
         self.rotary_emb = rotary_emb
+        self.sinks: nn.Parameter | None = None
+        extra: dict[str, Any] = {}
+        if facts.sinks:
+            self.sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
+            extra["sinks"] = self.sinks
         self.attn = Attention(
             heads,
             self.head_dim,
-            self.head_dim**-0.5,
+            facts.attention_scale or self.head_dim**-0.5,
             num_kv_heads=kv_heads,
             cache_config=vllm_config.cache_config,
+            logits_soft_cap=facts.attention_soft_cap,
             per_layer_sliding_window=window,
             prefix=f"{prefix}.attn",
+            **extra,
         )
+
+    def process_weights_after_loading(self) -> None:
+        """Hands the filled sinks to the kernels, which take them in float32."""
+        if self.sinks is not None:
+            self.attn.impl.sinks = self.sinks.data.float()
 
     def forward(self, x: torch.Tensor, rope: RopeRows) -> torch.Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
@@ -195,7 +216,8 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Embedding, layers and final norm: ids [T] -> hidden [T, hidden].
 
-    Families with other parts override `make_rotary` and `make_layer`.
+    Families with other parts override `make_rotary`, `rope_rows`, `make_layer`,
+    `make_mlp` and `embed`.
     """
 
     def __init__(
@@ -210,9 +232,9 @@ class DecoderModel(nn.Module):
             self.make_layer(config, facts, vllm_config, i, f"{prefix}.layers.{i}")
             for i in range(len(facts.windows))
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = facts.norm_cls(config.hidden_size, eps=config.rms_norm_eps)
 
-    def make_rotary(self, config: Any, num_positions: int) -> RotaryEmbedding:
+    def make_rotary(self, config: Any, num_positions: int) -> nn.Module:
         """The rotation of every layer's heads; 0 positions: as many as config says."""
         return get_rope(
             head_size(config),
@@ -240,8 +262,22 @@ class DecoderModel(nn.Module):
                 self.rotary_emb,
                 f"{prefix}.self_attn",
             ),
-            GatedMLP(config, facts, f"{prefix}.mlp"),
+            self.make_mlp(config, facts, index, f"{prefix}.mlp"),
         )
+
+    def make_mlp(
+        self, config: Any, facts: DecoderFacts, index: int, prefix: str
+    ) -> nn.Module:
+        """What follows attention in layer `index`."""
+        return GatedMLP(config, facts, prefix)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """ids [T] -> what enters the first layer [T, hidden]."""
+        return self.embed_tokens(input_ids)
+
+    def rope_rows(self, positions: torch.Tensor) -> Any:
+        """The rotation of `positions` [T], computed once for all layers."""
+        return self.rotary_emb.rows(positions)
 
     def forward(
         self,
@@ -249,8 +285,8 @@ class DecoderModel(nn.Module):
         positions: torch.Tensor,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        rope = self.rotary_emb.rows(positions)
+        x = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        rope = self.rope_rows(positions)
         residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, rope)
@@ -304,7 +340,9 @@ class DenseForCausalLM(nn.Module):
             prefix=maybe_prefix(prefix, "lm_head"),
         )
         self.tie_weights()
-        self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.logits_processor = LogitsProcessor(
+            config.vocab_size, soft_cap=facts.logits_soft_cap
+        )
 
     def tie_weights(self) -> None:
         """Lets the head share the embedding's parameter where the config says so."""
@@ -313,7 +351,7 @@ class DenseForCausalLM(nn.Module):
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """ids [T] -> embeddings [T, hidden]."""
-        return self.model.embed_tokens(input_ids)
+        return self.model.embed(input_ids)
 
     def forward(
         self,
