@@ -3,13 +3,16 @@
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.entrypoints.openai.conftest import KEY, MODEL
 from tests.remote_server import RemoteServer
+from tests.tiny_model import save_tiny_llama
 from vllm.engine.arg_utils import EngineArgs
 
 METRICS = (
@@ -194,3 +197,14 @@ def test_an_unknown_kv_cache_dtype_lists_the_choices() -> None:
     done = run_serve(MODEL, "--kv-cache-dtype", "fp9")
     assert done.returncode == 2
     assert "turboquant_4bit_nc" in done.stderr
+
+
+def test_a_server_whose_engine_dies_ends_with_a_failure(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    with RemoteServer(str(tmp_path), ["--kv-cache-memory-bytes", "8MiB"]) as server:
+        children = psutil.Process(server.process.pid).children()
+        # The other child is Python's resource tracker, which holds no model.
+        max(children, key=lambda child: child.memory_info().rss).kill()
+        status = server.process.wait(timeout=30)
+    assert status == 1
+    assert "engine" in server.log.splitlines()[-1]

@@ -33,7 +33,9 @@ class Client:
         try:
             return urllib.request.urlopen(request)
         except urllib.error.HTTPError as error:
-            raise ValueError(f"{error.code} from {self.url}{path}: {error.read()!r}") from None
+            raise ValueError(
+                f"{error.code} from {self.url}{path}: {error.read()!r}"
+            ) from None
         except urllib.error.URLError as error:
             raise ValueError(
                 f"no server at {self.url} ({error.reason}): start one with `vllm "

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from vllm.exceptions import EngineDeadError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve
 from vllm.version import __version__
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return resolve(f"{_COMMANDS[args.command][1]}:run")(args) or 0
-    except ValueError as error:
+    except (ValueError, EngineDeadError) as error:
         print(f"vllm {args.command}: error: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -67,7 +68,7 @@ def _parser(command: str | None) -> FlexibleArgumentParser:
     return parser
 
 
-def _one_line(error: ValueError) -> str:
+def _one_line(error: Exception) -> str:
     """The message of an error; pydantic's, which span lines, without their preamble."""
     details = getattr(error, "errors", None)
     if not callable(details):

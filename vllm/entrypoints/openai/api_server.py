@@ -35,7 +35,7 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.entrypoints.openai.serving import ServingContext, until_disconnect
 from vllm.entrypoints.openai.serving_chat import ChatServer, chat_prompt
 from vllm.entrypoints.openai.serving_completion import CompletionServer
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -145,7 +145,7 @@ async def detokenize(body: DetokenizeRequest, raw: Request) -> JSONResponse:
     for token in body.tokens:
         if not 0 <= token < vocab:
             raise VLLMValidationError(
-                f"token id {token} is outside the vocabulary: expected 0 to {vocab - 1}",
+                f"token id {token} is outside the vocabulary (0 to {vocab - 1})",
                 parameter="tokens",
             )
     text = context.tokenizer.decode(body.tokens)
@@ -312,6 +312,8 @@ async def _serve(app: FastAPI, sock: socket.socket, args: argparse.Namespace) ->
     engine_watch = asyncio.create_task(_stop_when_dead(app, server))
     await task
     engine_watch.cancel()
+    if app.state.context.engine.errored:
+        raise EngineDeadError("the engine has stopped; its reason is above")
 
 
 async def _stop_when_dead(app: FastAPI, server: uvicorn.Server) -> None:
