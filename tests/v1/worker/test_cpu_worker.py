@@ -113,7 +113,7 @@ def test_a_longest_length_decided_late_reaches_the_batch(folder):
 
 def test_start_says_which_layers_store_what(folder, caplog):
     logging.getLogger("vllm").propagate = True
-    with caplog.at_level(logging.INFO, logger="vllm"):
+    with caplog.at_level(logging.DEBUG, logger="vllm"):
         start(make_config(folder, "turboquant_4bit_nc"))
     logging.getLogger("vllm").propagate = False
     text = caplog.text

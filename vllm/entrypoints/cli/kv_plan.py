@@ -11,14 +11,17 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
-from vllm.platforms.block_size import attention_layers
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.mem_constants import GiB_bytes
 from vllm.utils.mem_utils import format_bytes, parse_size
 from vllm.v1.core.kv_cache_report import KVPlan, kv_plan
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_formats import all_formats
-from vllm.v1.page_planning import packed_spec
+from vllm.v1.worker.layer_specs import (
+    caching_layers,
+    get_kv_cache_specs,
+    get_layer_formats,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -63,25 +66,16 @@ def plan_without_weights(engine_args: EngineArgs) -> KVPlan:
     config = engine_args.create_engine_config()
     _register_layers(config)
     current_platform.update_block_size_for_backend(config)
-    layers = attention_layers(config)
-    specs = {
-        layer.layer_name: packed_spec(
-            layer.backend,
-            layer.raw_spec,
-            layer.fmt,
-            layer.layer_name,
-            layer.model_dtype,
-        )
-        for layer in layers
-    }
-    memory = config.cache_config.kv_cache_memory_bytes
     plans = get_kv_cache_configs(
         config,
-        [specs],
-        [memory],
-        layer_formats={layer.layer_name: layer.fmt.format_id for layer in layers},
+        [get_kv_cache_specs(config)],
+        [config.cache_config.kv_cache_memory_bytes],
+        layer_formats=get_layer_formats(config),
     )
-    names = {layer.layer_name: layer.backend.get_name() for layer in layers}
+    names = {
+        name: layer.get_attn_backend().get_name()
+        for name, layer in caching_layers(config).items()
+    }
     return kv_plan(config, plans[0], names)
 
 

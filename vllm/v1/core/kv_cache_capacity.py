@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
+# Percent of a pool lost to padding from which users are told.
+_WORTH_SAYING = 0.1
+
 
 def blocks_per_request(
     vllm_config: VllmConfig, kv_cache_groups: Sequence[KVCacheGroupSpec]
@@ -118,7 +121,8 @@ def report_kv_cache_config(
     for use in pool_use(vllm_config, kv_cache_config.kv_cache_groups):
         if not use.num_layers:
             continue
-        logger.info(
+        log = logger.info if use.lost_percent >= _WORTH_SAYING else logger.debug
+        log(
             "KV cache group %d: %d layers, blocks of %d tokens, pages of %s bytes, "
             "%.1f%% of the pool lost to padding",
             use.group_id,

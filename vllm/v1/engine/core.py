@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.import_utils import resolve_qualname
 from vllm.utils.mem_utils import format_bytes
+from vllm.v1.core.kv_cache_report import kv_plan
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
@@ -251,27 +252,29 @@ def _begin_auto_fit(vllm_config: VllmConfig) -> None:
         model_config.max_model_len = model_config.derived_max_model_len
 
 
-def _say_cache(vllm_config: VllmConfig, plan: KVCacheConfig) -> None:
+def _say_cache(vllm_config: VllmConfig, config: KVCacheConfig) -> None:
     """Tells the user what stores the KV cache, and how large a token and the pool
-    are."""
-    layers = vllm_config.compilation_config.static_forward_context.values()
+    are: the figures of `vllm kv-plan`."""
+    layers = vllm_config.compilation_config.static_forward_context
     backends = {
-        layer.attn_backend.get_name()
-        for layer in layers
+        name: layer.attn_backend.get_name()
+        for name, layer in layers.items()
         if hasattr(layer, "attn_backend")
     }
-    formats = sorted(set(plan.layer_formats.values()))
-    token_bytes = 0.0
-    for group in plan.kv_cache_groups:
-        for name in group.layer_names:
-            spec = group.layer_spec(name)
-            token_bytes += spec.unpadded_page_size_bytes / spec.block_size
-    size = sum(tensor.size for tensor in plan.kv_cache_tensors)
+    plan = kv_plan(vllm_config, config, backends)
+    for group in plan.groups:
+        logger.info(
+            "KV cache of layers %s: %s on %s, pages of %s bytes for %d tokens",
+            group.layers,
+            group.format_id or group.kind,
+            group.backend or "the workers",
+            f"{group.page_bytes:,}",
+            group.block_size,
+        )
     logger.info(
-        "KV cache: backend %s, format %s, %s bytes per token, %s blocks, %s",
-        ", ".join(sorted(backends)) or "of the workers",
-        ", ".join(formats) or vllm_config.cache_config.cache_dtype,
-        f"{token_bytes:,.0f}",
+        "KV cache: %s bytes per token, %.2fx the tokens of bfloat16; %s blocks in %s",
+        f"{plan.bytes_per_token:,.0f}",
+        plan.saving,
         f"{plan.num_blocks:,}",
-        format_bytes(size),
+        format_bytes(plan.pool_bytes),
     )

@@ -234,7 +234,7 @@ class GPUModelRunner:
     def _say_caches(self, layout: str, kernel_sizes: list[int], seconds: float) -> None:
         config = self.kv_cache_config
         skipped = bool(self.vllm_config.cache_config.kv_cache_dtype_skip_layers)
-        logger.info(
+        logger.debug(
             "KV cache pages: %s; layout %s, %s in %.2f s",
             describe_formats(config.layer_formats, skipped),
             layout,
@@ -247,7 +247,7 @@ class GPUModelRunner:
             )
             if not backends:
                 continue
-            logger.info(
+            logger.debug(
                 "Attention of KV cache group %d: %s; kernel blocks of %d tokens",
                 group_id,
                 ", ".join(f"{name} x{count}" for name, count in backends.items()),
