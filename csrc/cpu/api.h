@@ -16,6 +16,18 @@ enum CellFormat : int32_t {
   kCellsFloat32 = 0,
   kCellsFloat16 = 1,
   kCellsBFloat16 = 2,
+
+  // One latent per token, no value of its own.
+  kLatentFloat32 = 32,
+  kLatentFloat16 = 33,
+  kLatentBFloat16 = 34,
+  kLatentE4M3 = 35,
+  kLatentE5M2 = 36,
+  kLatentInt8PerToken = 37,
+  kLatentFp8PerToken = 38,
+  kLatentInt4PerToken = 39,
+  kLatentFp8DsMla = 40,
+  kLatentNvFp4DsMla = 41,
 };
 
 enum Status : int32_t {

@@ -9,6 +9,7 @@ template <class Format, int kDType>
 struct DenseCells {
   using Units = Float32Units;
   static constexpr bool kStateScales = false;
+  static constexpr bool kDecoded = false;
   static constexpr int kBytes = dtype_bytes(kDType);
   static constexpr int kRegisterBytes = kLanes * kBytes;
 

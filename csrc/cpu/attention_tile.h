@@ -8,6 +8,8 @@
 //   U load_value(cell, elem, count)
 //   int cell_bytes;
 //   static constexpr int kRegisterBytes;  of the cell that fill one register of units
+//   static constexpr bool kDecoded;       whether cells become rows first, which loads
+//   decode(cell, row); int row_bytes;     then read instead
 //   static constexpr bool kStateScales;   whether scores and probabilities are scaled:
 //   float key_scale(cell), value_scale(cell);   per state
 #pragma once
@@ -34,7 +36,7 @@ class TileAttention {
     const int64_t floats = kMaxRows * (key_row + 2 * kTileStates) +
                            kTileStates * (key_row + acc_row_floats(a)) +
                            2 * partial_floats(a, kMaxRows) + 8 * kRowSlots +
-                           2 * kTileStates;
+                           2 * kTileStates + decoded_floats(a);
     return floats * 4;
   }
 
@@ -75,6 +77,9 @@ class TileAttention {
   static int64_t key_row_units(const AttentionArgs& a) {
     return round_up((a.query.size + kElems - 1) / kElems, kLanes);
   }
+  static int64_t decoded_floats(const AttentionArgs& a) {
+    return Cells::kDecoded ? kTileStates * round_up(a.query.size, 16) : 0;
+  }
 
   TileAttention(const AttentionArgs& a, const WorkItem& w, const WorkItem* next,
                 float* scratch)
@@ -106,6 +111,7 @@ class TileAttention {
     weight_ = carve(kRowSlots);
     key_scales_ = carve(kTileStates);
     value_scales_ = carve(kTileStates);
+    decoded_ = reinterpret_cast<uint8_t*>(carve(decoded_floats(a)));
     total_ = SoftmaxState(carve(partial_floats(a, rows_)), rows_, acc_row_);
     running_ = SoftmaxState(carve(partial_floats(a, rows_)), rows_, acc_row_);
     find_key_ranges();
@@ -180,11 +186,24 @@ class TileAttention {
     const int vectors = (states + kLanes - 1) / kLanes;
     locate(tile, cells_here_);
     ahead_.start_tile(tile);
+    if constexpr (Cells::kDecoded) decode_cells(vectors * kLanes);
 
     if (rows_ <= kFewRows) {
       few_rows<1>(tile, states, vectors);
     } else {
       many_rows(tile, states, vectors);
+    }
+  }
+
+  // Points the slots to rows made from their cells.
+  void decode_cells(int slots) {
+    const uint8_t* last = nullptr;
+    uint8_t* row = decoded_ - cells_.row_bytes;
+    for (int i = 0; i < slots; ++i) {
+      const uint8_t* const cell = cells_here_[i];
+      if (cell != last) cells_.decode(cell, row += cells_.row_bytes);
+      last = cell;
+      cells_here_[i] = row;
     }
   }
 
@@ -477,6 +496,7 @@ class TileAttention {
   uint32_t* keys_;           // [strips, key_row, kLanes]
   uint32_t* values_;         // [kTileStates / kElems, acc_row]
   uint32_t* probabilities_;  // [rows, kTileStates / kElems]
+  uint8_t* decoded_;         // [kTileStates, row_bytes]
   float* scores_;            // [rows, kTileStates]
   float* rescale_;
   float* weight_;

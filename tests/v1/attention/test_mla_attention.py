@@ -9,7 +9,9 @@ import torch
 from tests.v1.attention.paged_batch import UNUSED_BLOCK, naive_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import reference
-from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+from vllm.v1.attention.backends.mla.reference import MLAReferenceImpl
+from vllm.v1.attention.ops import cpu_kernels, cpu_latent
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_formats import KVScales, all_formats, by_name
 
@@ -32,6 +34,7 @@ class LatentBatch:
         dtype: torch.dtype = torch.float32,
         scales: KVScales | None = None,
         flat_heads: bool = True,
+        torch_only: bool = False,
         **impl: Any,
     ) -> None:
         self.lora, self.rope = sizes
@@ -40,7 +43,7 @@ class LatentBatch:
         self.generator = torch.Generator().manual_seed(5)
         self.fmt = by_name(name).resolve(dtype)
         self.window = impl.get("sliding_window")
-        self.impl = CPUMLABackend.get_impl_cls()(
+        self.impl = (MLAReferenceImpl if torch_only else CPUMLAImpl)(
             HEADS,
             self.lora + self.rope,
             0.11,
@@ -161,13 +164,22 @@ class LatentBatch:
 
 
 @pytest.mark.parametrize("name", LATENT_FORMATS)
-@pytest.mark.parametrize("absorb_up_to", [1, 1 << 30], ids=["expanded", "absorbed"])
-def test_both_forms_attend_to_decoded_latents(name: str, absorb_up_to: int) -> None:
-    batch = LatentBatch(name, MIXED, REAL)
+@pytest.mark.parametrize("absorb_up_to", [1, 8, 1 << 30])
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "kernels"])
+def test_both_forms_attend_to_decoded_latents(
+    name: str, absorb_up_to: int, torch_only: bool
+) -> None:
+    batch = LatentBatch(name, MIXED, REAL, torch_only=torch_only)
     batch.impl.absorb_up_to = absorb_up_to
     torch.testing.assert_close(
         batch.run().double(), batch.expected(), rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.skipif(not cpu_kernels.available(), reason="no compiled kernels")
+@pytest.mark.parametrize("name", LATENT_FORMATS)
+def test_every_format_has_a_kernel_for_the_real_latent(name: str) -> None:
+    assert cpu_latent.serves(by_name(name).resolve(torch.bfloat16), sum(REAL), REAL[0])
 
 
 @pytest.mark.parametrize("flat_heads", [True, False])
@@ -204,8 +216,11 @@ def test_windows(window: int, absorb_up_to: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
-def test_a_layers_scale_applies_to_the_latent(name: str) -> None:
-    batch = LatentBatch(name, MIXED, scales=KVScales(k=0.37, v=5.0))
+@pytest.mark.parametrize("sizes", [SMALL, REAL])
+def test_a_layers_scale_applies_to_the_latent(
+    name: str, sizes: tuple[int, int]
+) -> None:
+    batch = LatentBatch(name, MIXED, sizes, scales=KVScales(k=0.37, v=5.0))
     torch.testing.assert_close(
         batch.run().double(), batch.expected(), rtol=1e-4, atol=1e-5
     )
@@ -213,8 +228,12 @@ def test_a_layers_scale_applies_to_the_latent(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("absorb_up_to", [1, 1 << 30], ids=["expanded", "absorbed"])
-def test_16_bit_models(dtype: torch.dtype, absorb_up_to: int) -> None:
-    batch = LatentBatch("auto", MIXED, dtype=dtype)
+@pytest.mark.parametrize("torch_only", [True, False], ids=["torch", "kernels"])
+@pytest.mark.parametrize("name", ["auto", "int4_per_token_head"])
+def test_16_bit_models(
+    name: str, dtype: torch.dtype, absorb_up_to: int, torch_only: bool
+) -> None:
+    batch = LatentBatch(name, MIXED, REAL, dtype, torch_only=torch_only)
     batch.impl.absorb_up_to = absorb_up_to
     found, expected = batch.run(), batch.expected()
     assert found.dtype == dtype
@@ -222,7 +241,8 @@ def test_16_bit_models(dtype: torch.dtype, absorb_up_to: int) -> None:
 
 
 def test_long_queries_are_expanded_and_short_ones_absorbed() -> None:
-    impl = CPUMLABackend.get_impl_cls()(
+    assert CPUMLABackend.get_impl_cls() is CPUMLAImpl
+    impl = CPUMLAImpl(
         128,
         576,
         1.0,

@@ -79,7 +79,7 @@ def test_a_backend_of_another_device_is_refused_with_the_way_out(name):
         pytest.raises(ValueError, match=f"{name}: it runs on .*, not on cpu") as error,
     ):
         get_attn_backend(64, BF16, "auto")
-    assert "Choose CPU_ATTN or REFERENCE instead" in str(error.value)
+    assert "Choose CPU_ATTN instead" in str(error.value)
 
 
 def test_the_choice_is_logged_once(monkeypatch):

@@ -75,7 +75,7 @@ class ReferenceAttentionBackend(AttentionBackend):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Group:
+class RequestGroup:
     """Requests attended to together: all have `query_len` queries.
 
     `rows` are request indices, `starts` their first token in the batch, `contexts`
@@ -168,7 +168,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             raise ValueError("This backend writes unquantised outputs only.")
         if attn_metadata is None:  # a profiling run has no cache to read
             return output.zero_()
-        for group in _groups(attn_metadata):
+        for group in self._request_groups(attn_metadata, kv_cache):
             index = _token_indices(group, query.device)
             if self.attn_type == AttentionType.ENCODER_ONLY:
                 chunks = self._chunk_of_step(group, index, key, value)
@@ -178,6 +178,12 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
                 )
             output[index] = self._attend(query[index], chunks, layer, output)
         return output
+
+    def _request_groups(
+        self, metadata: PagedAttentionMetadata, kv_cache: torch.Tensor
+    ) -> Iterator[RequestGroup]:
+        """The requests that are attended to together."""
+        return _groups(metadata)
 
     def _value_size(self, output: torch.Tensor) -> int:
         """Elements of a stored value."""
@@ -208,7 +214,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
     def _chunk_of_step(
         self,
-        group: _Group,
+        group: RequestGroup,
         index: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -221,7 +227,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
 
     def _chunks_of_cache(
         self,
-        group: _Group,
+        group: RequestGroup,
         layer: AttentionLayer,
         kv_cache: torch.Tensor,
         metadata: PagedAttentionMetadata,
@@ -266,7 +272,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         """States of a group with such queries that may be decoded at once."""
         return _MAX_CHUNK_STATES
 
-    def _first_blocks(self, group: _Group, block_size: int) -> list[int]:
+    def _first_blocks(self, group: RequestGroup, block_size: int) -> list[int]:
         """The first block that any query of a request can see."""
         if self.sliding_window is None:
             return [0] * len(group.rows)
@@ -290,7 +296,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
         return mask
 
 
-def _groups(metadata: PagedAttentionMetadata) -> Iterator[_Group]:
+def _groups(metadata: PagedAttentionMetadata) -> Iterator[RequestGroup]:
     """Requests cut into groups: decodes of similar length together, others alone."""
     causal = _causal_flags(metadata)
     starts, position = [], 0
@@ -314,8 +320,8 @@ def _group(
     starts: list[int],
     metadata: PagedAttentionMetadata,
     causal: bool,
-) -> _Group:
-    return _Group(
+) -> RequestGroup:
+    return RequestGroup(
         rows=rows,
         starts=[starts[row] for row in rows],
         contexts=[metadata.context_lens[row] for row in rows],
@@ -347,7 +353,7 @@ def _causal_flags(metadata: PagedAttentionMetadata) -> list[bool]:
     return [bool(metadata.causal)] * requests
 
 
-def _token_indices(group: _Group, device: torch.device) -> torch.Tensor:
+def _token_indices(group: RequestGroup, device: torch.device) -> torch.Tensor:
     """Rows of the batch's tokens that belong to a group, int64 [R, n]."""
     starts = torch.tensor(group.starts, device=device)[:, None]
     return starts + torch.arange(group.query_len, device=device)

@@ -30,7 +30,7 @@ _STATUS = {
 }
 
 
-class _Pages(ctypes.Structure):
+class Pages(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("block_stride", ctypes.c_int64),
@@ -42,7 +42,7 @@ class _Pages(ctypes.Structure):
     )
 
 
-class _Rows(ctypes.Structure):
+class Rows(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("token_stride", ctypes.c_int64),
@@ -52,11 +52,11 @@ class _Rows(ctypes.Structure):
     )
 
 
-class _AttentionArgs(ctypes.Structure):
+class AttentionArgs(ctypes.Structure):
     _fields_ = (
-        ("out", _Rows),
-        ("query", _Rows),
-        ("pages", _Pages),
+        ("out", Rows),
+        ("query", Rows),
+        ("pages", Pages),
         ("query_start_loc", ctypes.c_void_p),
         ("seq_lens", ctypes.c_void_p),
         ("block_table", ctypes.c_void_p),
@@ -76,11 +76,11 @@ class _AttentionArgs(ctypes.Structure):
     )
 
 
-class _StoreArgs(ctypes.Structure):
+class StoreArgs(ctypes.Structure):
     _fields_ = (
-        ("pages", _Pages),
-        ("key", _Rows),
-        ("value", _Rows),
+        ("pages", Pages),
+        ("key", Rows),
+        ("value", Rows),
         ("slot_mapping", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
         ("cell_format", ctypes.c_int32),
@@ -95,10 +95,10 @@ class _Kernels:
         self.choose_isa.argtypes = (ctypes.c_char_p,)
         self.choose_isa.restype = ctypes.c_char_p
         self.attention = library.vllm_cpu_paged_attention
-        self.attention.argtypes = (ctypes.POINTER(_AttentionArgs),)
+        self.attention.argtypes = (ctypes.POINTER(AttentionArgs),)
         self.attention.restype = ctypes.c_int64
         self.store = library.vllm_cpu_store
-        self.store.argtypes = (ctypes.POINTER(_StoreArgs),)
+        self.store.argtypes = (ctypes.POINTER(StoreArgs),)
         self.store.restype = ctypes.c_int64
         self.read = library.vllm_cpu_read
         self.read.argtypes = (ctypes.c_void_p, ctypes.c_int64)
@@ -122,7 +122,7 @@ def _load() -> _Kernels | str:
     except (OSError, AttributeError) as error:
         return f"{LIBRARY.name} does not load: {error}"
     abi.restype = ctypes.c_int64
-    if abi() != ctypes.sizeof(_AttentionArgs) << 32 | ctypes.sizeof(_StoreArgs):
+    if abi() != ctypes.sizeof(AttentionArgs) << 32 | ctypes.sizeof(StoreArgs):
         return f"{LIBRARY.name} was built from other sources: {_BUILD}"
     kernels = _Kernels(library)
     _choose_isa(kernels, envs.VLLM_CPU_ISA)
@@ -139,7 +139,8 @@ def _choose_isa(kernels: _Kernels, name: str | None) -> None:
     kernels.isa = chosen.decode()
 
 
-def _kernels() -> _Kernels:
+def library() -> _Kernels:
+    """The loaded library. RuntimeError says why there is none."""
     kernels = _load()
     if isinstance(kernels, str):
         raise RuntimeError(f"the CPU kernels are not available: {kernels}")
@@ -172,7 +173,7 @@ def choose_isa(name: str | None) -> str:
 
     Raises ValueError where the processor lacks it.
     """
-    kernels = _kernels()
+    kernels = library()
     _choose_isa(kernels, name)
     return kernels.isa
 
@@ -200,22 +201,22 @@ def store_dense(
             f"slot_mapping has {tokens} slots, but there are only {key.shape[0]} keys "
             f"and {value.shape[0]} values"
         )
-    key_rows, value_rows = _rows("key", key), _rows("value", value)
+    key_rows, value_rows = rows_of("key", key), rows_of("value", value)
     layer = _pages(pages, dtype or key.dtype, key_rows.size, value_rows.size)
     if not key.shape[1] == value.shape[1] == layer.num_heads:
         raise ValueError(
             f"key has {key.shape[1]} heads, value {value.shape[1]}, the cache "
             f"{layer.num_heads}: expected the same number"
         )
-    args = _StoreArgs(
+    args = StoreArgs(
         layer,
         key_rows,
         value_rows,
-        _vector("slot_mapping", slot_mapping, torch.int64),
+        vector_at("slot_mapping", slot_mapping, torch.int64),
         tokens,
         _DTYPES[dtype or key.dtype],
     )
-    _raise_for(_kernels().store(args))
+    raise_for(library().store(args))
 
 
 def paged_attention(
@@ -251,20 +252,20 @@ def paged_attention(
     Raises ValueError, before anything is written, for shapes, types and indices that do
     not fit.
     """
-    _check_heads(out, query, pages, head_size, head_size_v)
-    _check_batch(query_start_loc, seq_lens, block_table)
+    check_heads(out, query, pages, head_size, head_size_v)
+    check_batch(query_start_loc, seq_lens, block_table)
     tokens, heads, _ = query.shape
     if sinks is not None:
         sinks = sinks.to(torch.float32).contiguous()
         if sinks.shape != (heads,):
             raise ValueError(f"{tuple(sinks.shape)} sinks: expected ({heads},)")
-    args = _AttentionArgs(
-        _rows("out", out),
-        _rows("query", query),
+    args = AttentionArgs(
+        rows_of("out", out),
+        rows_of("query", query),
         _pages(pages, dtype, head_size, head_size_v),
-        _vector("query_start_loc", query_start_loc, torch.int32),
-        _vector("seq_lens", seq_lens, torch.int32),
-        _data("block_table", block_table, torch.int32),
+        vector_at("query_start_loc", query_start_loc, torch.int32),
+        vector_at("seq_lens", seq_lens, torch.int32),
+        address_of("block_table", block_table, torch.int32),
         None if sinks is None else sinks.data_ptr(),
         block_table.stride(0),
         block_table.shape[1],
@@ -279,7 +280,7 @@ def paged_attention(
         1.0,
         1.0,
     )
-    _raise_for(_kernels().attention(args))
+    raise_for(library().attention(args))
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
@@ -297,10 +298,10 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
 def read_all(tensor: torch.Tensor) -> float:
     """Reads a contiguous CPU tensor once, on all threads: to time the memory."""
     size = tensor.numel() * tensor.element_size()
-    return _kernels().read(tensor.data_ptr(), size)
+    return library().read(tensor.data_ptr(), size)
 
 
-def _check_heads(
+def check_heads(
     out: torch.Tensor,
     query: torch.Tensor,
     pages: torch.Tensor,
@@ -324,7 +325,7 @@ def _check_heads(
         )
 
 
-def _check_batch(
+def check_batch(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor
 ) -> None:
     requests = seq_lens.shape[0]
@@ -337,7 +338,7 @@ def _check_batch(
         raise ValueError("block_table must be [R, W] with contiguous rows")
 
 
-def _data(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def address_of(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     if tensor.dtype != dtype or tensor.device.type != "cpu":
         raise ValueError(
             f"{name} is {tensor.dtype} on {tensor.device}: expected {dtype} on cpu"
@@ -345,16 +346,16 @@ def _data(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     return tensor.data_ptr()
 
 
-def _vector(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def vector_at(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> int:
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: "
             "expected a contiguous vector"
         )
-    return _data(name, tensor, dtype)
+    return address_of(name, tensor, dtype)
 
 
-def _rows(name: str, tensor: torch.Tensor) -> _Rows:
+def rows_of(name: str, tensor: torch.Tensor) -> Rows:
     code = _DTYPES.get(tensor.dtype)
     if code is None or tensor.device.type != "cpu":
         raise ValueError(
@@ -367,32 +368,37 @@ def _rows(name: str, tensor: torch.Tensor) -> _Rows:
             "expected [tokens, heads, size] with a contiguous last axis"
         )
     token_stride, head_stride, _ = tensor.stride()
-    return _Rows(tensor.data_ptr(), token_stride, head_stride, code, tensor.shape[2])
+    return Rows(tensor.data_ptr(), token_stride, head_stride, code, tensor.shape[2])
 
 
-def _pages(pages: torch.Tensor, dtype: torch.dtype, size: int, size_v: int) -> _Pages:
+def _pages(pages: torch.Tensor, dtype: torch.dtype, size: int, size_v: int) -> Pages:
     if dtype not in _DTYPES:
         raise ValueError(
             f"cache dtype {dtype}: expected float32, float16 or bfloat16; the torch "
             "reference serves other formats"
         )
+    what = f"{size} + {size_v} elements of {dtype}"
+    return pages_of(pages, (size + size_v) * dtype.itemsize, what)
+
+
+def pages_of(pages: torch.Tensor, cell_bytes: int, what: str) -> Pages:
+    """uint8 [B, H, N, C] for the kernels; `cell_bytes` is what holds `what`."""
     if pages.dim() != 4 or pages.stride(3) != 1:
         raise ValueError(
             f"pages have shape {tuple(pages.shape)} and strides {pages.stride()}: "
             "expected [blocks, heads, states, bytes] with contiguous cells"
         )
     blocks, heads, states, cell = pages.shape
-    if cell != (size + size_v) * dtype.itemsize:
+    if cell != cell_bytes:
         raise ValueError(
-            f"cells of {cell} bytes do not hold {size} + {size_v} elements of {dtype}: "
-            f"expected {(size + size_v) * dtype.itemsize} bytes"
+            f"cells of {cell} bytes do not hold {what}: expected {cell_bytes} bytes"
         )
-    data = _data("pages", pages, torch.uint8)
+    data = address_of("pages", pages, torch.uint8)
     block_stride, head_stride, state_stride, _ = pages.stride()
-    return _Pages(data, block_stride, head_stride, state_stride, blocks, heads, states)
+    return Pages(data, block_stride, head_stride, state_stride, blocks, heads, states)
 
 
-def _raise_for(result: int) -> None:
+def raise_for(result: int) -> None:
     if result == 0:
         return
     status, request = result & 0xFF, result >> 8

@@ -99,7 +99,7 @@ class MLAReferenceImpl(ReferenceAttentionImpl):
         if self.shares_kv_cache:
             return
         self.format.resolve(kv_cache.dtype).store(
-            _with_head_axis(kv_cache).view(torch.uint8),
+            with_head_axis(kv_cache).view(torch.uint8),
             slot_mapping,
             key[: slot_mapping.shape[0]],
             None,
@@ -123,7 +123,7 @@ class MLAReferenceImpl(ReferenceAttentionImpl):
             query,
             key,
             value,
-            _with_head_axis(kv_cache),
+            with_head_axis(kv_cache),
             attn_metadata,
             output,
             output_scale,
@@ -157,13 +157,17 @@ class MLAReferenceImpl(ReferenceAttentionImpl):
     ) -> torch.Tensor:
         """One head of latents for all query heads: keys are whole states, values
         their latent part."""
-        nope = query[..., : self.qk_nope_head_dim]
-        rope = query[..., self.qk_nope_head_dim :]
-        moved = torch.cat([_by_head(nope, layer.W_UK_T), rope], dim=-1)
+        moved = self._moved(query, layer)
         attended = OnlineSoftmax(moved, 1, self.kv_lora_rank, self.scale, self.soft_cap)
         for latent, _, mask in latents:
             attended.add(latent, latent[..., : self.kv_lora_rank], mask)
-        return _by_head(attended.result().to(layer.W_UV.dtype), layer.W_UV)
+        return by_head(attended.result().to(layer.W_UV.dtype), layer.W_UV)
+
+    def _moved(self, query: torch.Tensor, layer: MLALayer) -> torch.Tensor:
+        """Queries [..., Hq, nope + rope] in the latent space [..., Hq, lora + rope]."""
+        nope = query[..., : self.qk_nope_head_dim]
+        rope = query[..., self.qk_nope_head_dim :]
+        return torch.cat([by_head(nope, layer.W_UK_T), rope], dim=-1)
 
     def _attend_expanded(
         self, query: torch.Tensor, latents: Iterator[Chunk], layer: MLALayer
@@ -183,8 +187,8 @@ class MLAReferenceImpl(ReferenceAttentionImpl):
         return attended.result()
 
 
-def _with_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
-    """[B, N, C] or [B, 1, N, C] as [B, 1, N, C]."""
+def with_head_axis(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Pages [B, N, C] or [B, 1, N, C] as [B, 1, N, C]."""
     return kv_cache.unsqueeze(1) if kv_cache.dim() == 3 else kv_cache
 
 
@@ -196,7 +200,7 @@ def _latents(chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         yield latent.masked_fill(unseen, 0.0), value, mask
 
 
-def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [R, n, Hq, a] times each head's weight [Hq, a, b]: [R, n, Hq, b]."""
-    rows = x.flatten(0, 1).transpose(0, 1).to(weight.dtype)
-    return torch.bmm(rows, weight).transpose(0, 1).unflatten(0, x.shape[:2])
+def by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [..., Hq, a] times each head's weight [Hq, a, b]: [..., Hq, b]."""
+    rows = x.flatten(0, -3).transpose(0, 1).to(weight.dtype)
+    return torch.bmm(rows, weight).transpose(0, 1).view(*x.shape[:-1], -1)

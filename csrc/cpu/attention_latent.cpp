@@ -1,0 +1,97 @@
+// Attention over one latent per token: keys are whole states, values their first
+// elements. Dense cells are read where they lie; others become rows once per tile.
+#include "../kv_formats.h"
+#include "attention_tile.h"
+#include "kernels.h"
+#include "latent_decode.h"
+
+namespace vllm_cpu::VLLM_ISA {
+namespace {
+
+const LatentFormat* latent_format(int32_t cell_format) {
+  const LatentFormat* found = fp8_latent(cell_format);
+  if (found == nullptr) found = per_token_head_latent(cell_format);
+  return found == nullptr ? ds_mla_latent(cell_format) : found;
+}
+
+// Rows of one float type, in the cache itself or made from it.
+template <class UnitsOf, int kDType, bool kFromCells>
+struct LatentRows {
+  using Units = UnitsOf;
+  static constexpr bool kStateScales = false;
+  static constexpr bool kDecoded = kFromCells;
+  static constexpr int kBytes = dtype_bytes(kDType);
+  static constexpr int kRegisterBytes = kLanes * Units::kElems * kBytes;
+
+  explicit LatentRows(const AttentionArgs& a)
+      : decode_args{a.query.size, a.k_scale}, row_bytes(a.query.size * kBytes) {
+    cell_bytes = row_bytes;
+    if constexpr (kDecoded) {
+      const LatentFormat* const format = latent_format(a.cell_format);
+      decoder = kDType == kFloat32 ? format->to_float32 : format->to_bfloat16;
+      cell_bytes = static_cast<int>(format->cell_bytes(a.query.size));
+    }
+  }
+
+  void decode(const uint8_t* cell, void* row) const { decoder(decode_args, cell, row); }
+
+  U load_key(const uint8_t* row, int elem, int count) const {
+    return as_units(load_as_float<kDType>(row + elem * kBytes, count));
+  }
+  U load_value(const uint8_t* row, int elem, int count) const {
+    return load_key(row, elem, count);
+  }
+
+  DecodeArgs decode_args;
+  DecodeCell decoder = nullptr;
+  int row_bytes;
+  int cell_bytes;
+};
+
+#if defined(__AVX512BF16__)
+template <bool kFromCells>
+struct LatentPairs : LatentRows<BFloat16Units, kBFloat16, kFromCells> {
+  using Base = LatentRows<BFloat16Units, kBFloat16, kFromCells>;
+  using Base::Base;
+
+  U load_key(const uint8_t* row, int elem, int count) const {
+    return load_pairs(row + elem * Base::kBytes, count);
+  }
+  U load_value(const uint8_t* row, int elem, int count) const {
+    return load_key(row, elem, count);
+  }
+};
+#endif
+
+}  // namespace
+
+const AttentionKernel* latent_attention(int32_t cell_format, int32_t query_dtype) {
+  static constexpr AttentionKernel float32 =
+      TileAttention<LatentRows<Float32Units, kFloat32, false>>::kernel();
+  static constexpr AttentionKernel float16 =
+      TileAttention<LatentRows<Float32Units, kFloat16, false>>::kernel();
+  static constexpr AttentionKernel bfloat16 =
+      TileAttention<LatentRows<Float32Units, kBFloat16, false>>::kernel();
+  static constexpr AttentionKernel decoded =
+      TileAttention<LatentRows<Float32Units, kFloat32, true>>::kernel();
+#if defined(__AVX512BF16__)
+  static constexpr AttentionKernel pairs =
+      TileAttention<LatentPairs<false>>::kernel();
+  static constexpr AttentionKernel decoded_pairs =
+      TileAttention<LatentPairs<true>>::kernel();
+  if (query_dtype == kBFloat16) {
+    if (cell_format == kLatentBFloat16) return &pairs;
+    if (latent_format(cell_format) != nullptr) return &decoded_pairs;
+  }
+#else
+  static_cast<void>(query_dtype);
+#endif
+  switch (cell_format) {
+    case kLatentFloat32: return &float32;
+    case kLatentFloat16: return &float16;
+    case kLatentBFloat16: return &bfloat16;
+    default: return latent_format(cell_format) == nullptr ? nullptr : &decoded;
+  }
+}
+
+}  // namespace vllm_cpu::VLLM_ISA

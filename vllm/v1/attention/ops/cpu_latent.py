@@ -1,0 +1,121 @@
+"""The C++ kernels over latents: one state per token, read by every query head.
+
+Knows which formats have a kernel and what their arguments look like. The library and
+its checks are `cpu_kernels`'.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm.v1.attention.ops.cpu_kernels import (
+    AttentionArgs,
+    address_of,
+    available,
+    check_batch,
+    check_heads,
+    library,
+    pages_of,
+    raise_for,
+    rows_of,
+    vector_at,
+)
+from vllm.v1.kv_formats import KVFormat
+from vllm.v1.kv_formats.hadamard import block_size, inverse_rht, rht
+
+# Elements that the kernels take at once, of the latent and of its rotary part.
+_STEP = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Latent:
+    """A number of csrc/cpu/api.h; `rotated`: the cells hold rotated latents."""
+
+    number: int
+    rotated: bool = False
+
+
+_LATENTS = {
+    "float32:cells": _Latent(number=32),
+    "float16:cells": _Latent(number=33),
+    "bfloat16:cells": _Latent(number=34),
+    "fp8_e4m3:cells": _Latent(number=35),
+    "fp8_e5m2:cells": _Latent(number=36),
+    "int8_per_token_head:cells": _Latent(number=37),
+    "fp8_per_token_head:cells": _Latent(number=38),
+    "int4_per_token_head:cells": _Latent(number=39, rotated=True),
+    "fp8_ds_mla:cells": _Latent(number=40),
+    "nvfp4_ds_mla:cells": _Latent(number=41),
+}
+
+
+def serves(fmt: KVFormat, head_size: int, lora: int) -> bool:
+    """Whether there is a kernel for latents of `head_size` elements, `lora` of which
+    are values too. A rotation must keep these apart from the rest."""
+    latent = _LATENTS.get(fmt.format_id)
+    if latent is None or head_size % _STEP or lora % _STEP or not available():
+        return False
+    return not latent.rotated or lora % block_size(head_size) == 0
+
+
+def latent_attention(
+    out: torch.Tensor,
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    fmt: KVFormat,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    scale: float,
+    k_scale: float = 1.0,
+    sliding_window: int = -1,
+    soft_cap: float = 0.0,
+    causal: bool = True,
+) -> None:
+    """Attends R requests to their latents: prefill, decode and any mix of them.
+
+    query: [T, Hq, lora + rope] and out: [T, Hq, lora], in one float type; a state's
+    first `lora` elements are its value. pages: uint8 [B, 1, N, C] holding `fmt`, whose
+    stored numbers times `k_scale` are the latent. The rest is as in `paged_attention`,
+    as are the errors.
+    """
+    head_size = query.shape[-1]
+    check_heads(out, query, pages, head_size, out.shape[-1])
+    check_batch(query_start_loc, seq_lens, block_table)
+    if not serves(fmt, head_size, out.shape[-1]):
+        raise ValueError(
+            f"no kernel for {fmt.format_id} latents of {head_size} elements with "
+            f"{out.shape[-1]} values: use the torch reference"
+        )
+    latent = _LATENTS[fmt.format_id]
+    target = out
+    if latent.rotated:
+        rotated = rht(query.float()).div_(block_size(head_size))
+        query, target = rotated.to(query.dtype), torch.empty_like(out)
+    cell_bytes = fmt.layout(head_size, 0, query.dtype).nbytes
+    args = AttentionArgs(
+        rows_of("out", target),
+        rows_of("query", query),
+        pages_of(pages, cell_bytes, f"{fmt.format_id} latents of {head_size}"),
+        vector_at("query_start_loc", query_start_loc, torch.int32),
+        vector_at("seq_lens", seq_lens, torch.int32),
+        address_of("block_table", block_table, torch.int32),
+        None,
+        block_table.stride(0),
+        block_table.shape[1],
+        seq_lens.shape[0],
+        query.shape[0],
+        query.shape[1],
+        latent.number,
+        causal,
+        sliding_window,
+        scale,
+        soft_cap,
+        k_scale,
+        1.0,
+    )
+    raise_for(library().attention(args))
+    if latent.rotated:
+        rest = target.new_zeros((*target.shape[:2], head_size - target.shape[-1]))
+        whole = inverse_rht(torch.cat([target, rest], dim=-1).float())
+        out.copy_(whole[..., : out.shape[-1]])
