@@ -36,8 +36,8 @@ def save_tiny(config: PretrainedConfig, folder: Path, seed: int = 0) -> torch.nn
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() == 1:
+        for name, param in model.named_parameters():
+            if param.dim() == 1 or name.endswith("bias"):
                 param.add_(torch.randn_like(param) * 0.1)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)

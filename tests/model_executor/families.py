@@ -10,15 +10,23 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PretrainedConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from vllm.config import ModelConfig, VllmConfig
@@ -99,6 +107,55 @@ FAMILIES["gemma3-linear-rope"] = (
 )
 
 
+_EXPERTS: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 2}
+FAMILIES["mixtral"] = (
+    MixtralConfig(**_sizes(**_EXPERTS, sliding_window=None)),
+    MixtralForCausalLM,
+)
+FAMILIES["mixtral-window"] = (
+    MixtralConfig(**_sizes(**_EXPERTS, sliding_window=11)),
+    MixtralForCausalLM,
+)
+for _norm in (True, False):
+    FAMILIES[f"qwen3-moe-norm-{_norm}".lower()] = (
+        Qwen3MoeConfig(
+            **_sizes(head_dim=16, num_experts=6, num_experts_per_tok=3),
+            moe_intermediate_size=24,
+            norm_topk_prob=_norm,
+            mlp_only_layers=[1],
+        ),
+        Qwen3MoeForCausalLM,
+    )
+FAMILIES["gpt-oss"] = (
+    GptOssConfig(
+        **_sizes(**_EXPERTS, head_dim=16, sliding_window=10),
+        swiglu_limit=2.0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    GptOssForCausalLM,
+)
+FAMILIES["llama4"] = (
+    Llama4TextConfig(
+        **_sizes(num_hidden_layers=4, head_dim=16, num_local_experts=5),
+        num_experts_per_tok=2,
+        intermediate_size_mlp=80,
+        moe_layers=[1, 3],
+        no_rope_layer_interval=2,
+        attention_chunk_size=16,
+        floor_scale=4,
+    ),
+    Llama4ForCausalLM,
+)
+
+
 def hf_model(name: str, seed: int = 0) -> torch.nn.Module:
     """A random float32 model with biases and norms away from their defaults."""
     config, model_cls = copy.deepcopy(FAMILIES[name])
@@ -106,8 +163,8 @@ def hf_model(name: str, seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     model = model_cls(config).eval()
     with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() == 1:
+        for name, param in model.named_parameters():
+            if param.dim() == 1 or name.endswith("bias"):
                 param.add_(torch.randn_like(param) * 0.2)
     return model
 

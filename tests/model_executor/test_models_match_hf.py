@@ -39,7 +39,9 @@ def test_logits_equal_hf_in_prefill_chunks_and_decode(
     )
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "qwen3", "gemma3", "mixtral", "gpt-oss", "llama4"]
+)
 def test_bf16_with_prepacked_weights_stays_close_to_hf(
     family: str, ids: list[int], tmp_path: Path
 ) -> None:

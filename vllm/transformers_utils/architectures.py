@@ -15,10 +15,14 @@ ARCHITECTURES: dict[str, str | type[Any]] = {
     "DeepseekV3ForCausalLM": f"{_DEEPSEEK}:DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM": f"{_GEMMA}:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": f"{_GEMMA}:Gemma3ForCausalLM",
+    "GptOssForCausalLM": "vllm.model_executor.models.gpt_oss:GptOssForCausalLM",
+    "Llama4ForCausalLM": "vllm.model_executor.models.llama4:Llama4ForCausalLM",
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "vllm.model_executor.models.mistral:MistralForCausalLM",
+    "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",
     "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 

@@ -28,6 +28,22 @@ class GeluAndMul(nn.Module):
         return F.gelu(x[..., :half], approximate=self.approximate).mul_(x[..., half:])
 
 
+class ClampedSwigluAndMul(nn.Module):
+    """[..., 2 * d] -> [..., d]: g * sigmoid(alpha * g) * (u + 1), where g is the first
+    half, at most `limit`, and u the second, within +-`limit`."""
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.alpha = alpha
+        self.limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
 # Hugging Face's `hidden_act` -> the gated activation
 _GATED = {
     "silu": SiluAndMul,

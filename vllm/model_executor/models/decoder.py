@@ -14,7 +14,7 @@ from torch import nn
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
@@ -114,7 +114,10 @@ class GatedMLP(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """x [T, hidden] -> [T, hidden]; rotates Q and K, then attends over the cache."""
+    """x [T, hidden] -> [T, hidden]; rotates Q and K, then attends over the cache.
+
+    With `attention_chunk` a token sees its own chunk of that many positions only.
+    """
 
     def __init__(
         self,
@@ -124,6 +127,7 @@ class SelfAttention(nn.Module):
         vllm_config: VllmConfig,
         rotary_emb: RotaryEmbedding,
         prefix: str,
+        attention_chunk: int | None = None,
     ) -> None:
         super().__init__()
         heads = config.num_attention_heads
@@ -157,7 +161,11 @@ class SelfAttention(nn.Module):
         if facts.sinks:
             self.sinks = nn.Parameter(torch.empty(heads), requires_grad=False)
             extra["sinks"] = self.sinks
-        self.attn = Attention(
+        attention_cls: type[Attention] = Attention
+        if attention_chunk is not None:
+            attention_cls = ChunkedLocalAttention
+            extra["attention_chunk_size"] = attention_chunk
+        self.attn = attention_cls(
             heads,
             self.head_dim,
             facts.attention_scale or self.head_dim**-0.5,
@@ -372,7 +380,16 @@ class DenseForCausalLM(nn.Module):
     ) -> dict[str, WeightTarget | None]:
         """Places of a checkpoint's tensors; a tied head's own copy is skipped."""
         skip = frozenset({"lm_head.weight"} if self.tied else ())
-        return plan_weights(self, infos, skip)
+        renamed = [replace(i, name=self.parameter_name(i.name)) for i in infos]
+        targets = plan_weights(self, renamed, skip)
+        return {
+            i.name: targets[ours.name] for i, ours in zip(infos, renamed, strict=True)
+        }
+
+    def parameter_name(self, name: str) -> str:
+        """What a checkpoint's tensor would be called if it were named as modules are
+        here; families with other names override this."""
+        return name
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fills every parameter from (Hugging Face name, tensor) pairs, all held at

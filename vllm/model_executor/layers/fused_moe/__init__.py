@@ -6,5 +6,6 @@ from vllm.model_executor.layers.fused_moe.routing import (
     fused_topk,
     grouped_topk,
 )
+from vllm.model_executor.layers.fused_moe.stacked import StackedMoE
 
-__all__ = ["FusedMoE", "Routing", "fused_topk", "grouped_topk"]
+__all__ = ["FusedMoE", "Routing", "StackedMoE", "fused_topk", "grouped_topk"]
