@@ -175,12 +175,13 @@ class LLM:
 
     def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker; its results in order of rank."""
+        """Calls a method of every worker, or `method(worker, …)` where the core runs in
+        this process; results in order of rank."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:

@@ -207,12 +207,12 @@ class EngineCore:
 
     def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker; its results in order of rank."""
+        """Calls a method of every worker, or `method(worker, …)`; results by rank."""
         return self.model_executor.collective_rpc(
             method, timeout=timeout, args=tuple(args), kwargs=dict(kwargs or {})
         )

@@ -1,6 +1,6 @@
 """The synchronous engine: add requests, step, get outputs. Owns no loop."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm import envs
@@ -152,12 +152,13 @@ class LLMEngine:
 
     def collective_rpc(
         self,
-        method: str,
+        method: str | Callable[..., Any],
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
-        """Calls a method of every worker; its results in order of rank."""
+        """Calls a method of every worker, or `method(worker, …)` where the core runs in
+        this process; results in order of rank."""
         return self.engine_core.call(
             "collective_rpc", method, timeout, list(args), kwargs or {}
         )
