@@ -13,11 +13,8 @@ from tests.v1.core.utils import (
     mamba,
     window,
 )
-from vllm.v1.core.kv_cache_manager import (
-    KVCacheBlocks,
-    KVCacheManager,
-    resolve_block_sizes,
-)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_setup import resolve_block_sizes
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.request import Request, RequestStatus
 

@@ -524,6 +524,15 @@ def test_groups_that_shorten_each_other_settle_on_a_common_hit() -> None:
     assert [[b.block_id for b in group] for group in blocks] == [[0, 2], [31, 32]]
 
 
+def test_tokens_beyond_the_hit_are_counted_whatever_the_order_of_groups() -> None:
+    for first in (0, 1):
+        specs = [full(2), window(3, 2)]
+        coordinator = make_coordinator(specs[first], specs[1 - first])
+        cache_group(coordinator, first, [0, 1, 2, 3, 4, 5])
+        cache_group(coordinator, 1 - first, [1, 3])
+        assert coordinator.find_longest_cache_hit(HASHES, 30)[1:] == (8, 4)
+
+
 def test_no_common_hit_is_no_hit() -> None:
     coordinator = make_coordinator(full(2), full(4))
     cache_group(coordinator, 0, [0])

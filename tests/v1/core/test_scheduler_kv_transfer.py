@@ -299,6 +299,43 @@ def test_loads_that_fill_the_pool_do_not_lock_it() -> None:
     assert_nothing_leaked(engine.scheduler)
 
 
+def test_running_requests_take_blocks_from_those_that_wait_with_loaded_ones() -> None:
+    connector = FakeConnector(random.Random(0), asynchronous=True, chunk=4, delay=1)
+    engine = make_connected(
+        [full()],
+        connector,
+        num_blocks=13,
+        max_num_seqs=1,
+        scheduler_reserve_full_isl=False,
+    )
+    # One runs at a time; 15 + 34 tokens fill all 12 blocks but for the last token.
+    running = make_request("a", [1] * 15, max_tokens=34, ignore_eos=True)
+    waiting = make_request("b", [2] * 24, max_tokens=1)
+    engine.add(running)
+    engine.add(waiting)
+    engine.run(max_steps=200)
+    assert running.num_preemptions == 0
+    assert connector.num_loads == {"a": 1, "b": 2}
+    check_tokens(engine, [running, waiting], set())
+    assert_nothing_leaked(engine.scheduler)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_connectors_that_always_fail_are_asked_once_a_request(
+    asynchronous: bool,
+) -> None:
+    connector = FakeConnector(
+        random.Random(0), asynchronous=asynchronous, fail_share=1.0
+    )
+    engine = make_connected([full()], connector)
+    requests = [make_request(str(i), [i + 1] * 20) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    engine.run(max_steps=100)
+    check_tokens(engine, requests, set())
+    assert connector.num_loads == {"0": 1, "1": 1, "2": 1}
+
+
 def test_abort_while_loading_frees_blocks_only_when_the_load_is_over() -> None:
     connector = FakeConnector(random.Random(0), asynchronous=True, delay=1)
     engine = make_connected([full()], connector)

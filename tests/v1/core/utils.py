@@ -124,7 +124,7 @@ def make_scheduler(
         include_finished_set=include_finished_set,
     )
     if connector is not None:
-        scheduler.transfer.connector = connector
+        scheduler.connector = connector
     return scheduler
 
 

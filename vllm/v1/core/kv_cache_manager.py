@@ -6,10 +6,9 @@ coordinator's matter, the order of requests is the scheduler's.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd, lcm
+from functools import partial
 from typing import Literal, overload
 
-from vllm.config import VllmConfig
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
 from vllm.v1.core.block_hash import KVCacheBlock
@@ -194,59 +193,41 @@ class KVCacheManager:
         The tokens, in order: those computed already; `num_new_computed_tokens` just hit
         in `new_computed_blocks`; `num_external_computed_tokens` that a connector loads;
         `num_new_tokens` to compute; `num_lookahead_tokens` for drafts. Returns the new
-        blocks, without the hit ones. Blocks that fill up are cached at once, unless
-        `delay_cache_blocks`: their content arrives later.
+        blocks, without the hit ones; full ones are cached, unless their content comes
+        later (`delay_cache_blocks`). When it returns None, all that happened is that
+        blocks came free which the request does not need any more.
 
         `full_sequence_must_fit` refuses a request of which not all known tokens fit;
-        `reserved_blocks` free blocks are left alone; so is the watermark, when a
-        request is admitted beside others (`has_scheduled_reqs`). None changes nothing
-        but to give back blocks that the request does not need any more.
+        `reserved_blocks` free blocks are left alone, and so is the watermark when a
+        request is admitted beside others (`has_scheduled_reqs`).
         """
-        if num_new_tokens + num_external_computed_tokens <= 0:
-            raise ValueError(
-                f"request {request.request_id!r} asks for no slots: num_new_tokens is "
-                f"{num_new_tokens}, num_external_computed_tokens is 0"
-            )
-        computed_blocks = new_computed_blocks or self.empty_kv_cache_blocks
+        self._refuse_no_slots(request, num_new_tokens + num_external_computed_tokens)
+        hit = (new_computed_blocks or self.empty_kv_cache_blocks).blocks
         num_local = request.num_computed_tokens + num_new_computed_tokens
         num_computed = num_local + num_external_computed_tokens
         num_known = min(num_computed + num_new_tokens, self.max_model_len)
         num_slots = min(num_known + num_lookahead_tokens, self.max_model_len)
-        # Even if every token is loaded, the last one is computed again here, and what
-        # it attends to is kept.
+        # Even if all tokens are loaded, what the last one attends to is kept.
         num_attended = min(num_computed, max(request.num_tokens - 1, num_local))
-        self.coordinator.remove_skipped_blocks(
+        self._give_back_skipped(request)
+        needed = partial(
+            self.coordinator.get_num_blocks_to_allocate,
             request.request_id,
-            request.num_computed_tokens - request.num_output_placeholders,
-            request.num_prompt_tokens,
+            new_computed_blocks=hit,
+            num_encoder_tokens=num_encoder_tokens,
+            total_computed_tokens=num_attended,
+            num_local_computed_tokens=num_local,
+            num_tokens_main_model=num_known,
         )
-        available = self.block_pool.get_num_free_blocks() - reserved_blocks
-        if request.status != RequestStatus.RUNNING and has_scheduled_reqs:
-            available -= self.num_watermark_blocks
-
-        def num_blocks_for(num_tokens: int, apply_admission_cap: bool) -> int:
-            return self.coordinator.get_num_blocks_to_allocate(
-                request_id=request.request_id,
-                num_tokens=num_tokens,
-                new_computed_blocks=computed_blocks.blocks,
-                num_encoder_tokens=num_encoder_tokens,
-                total_computed_tokens=num_attended,
-                num_local_computed_tokens=num_local,
-                num_tokens_main_model=num_known,
-                apply_admission_cap=apply_admission_cap,
-            )
-
-        if num_blocks_for(num_slots, False) > available:
-            return None
+        available = self._num_available(request, has_scheduled_reqs) - reserved_blocks
+        num_needed = needed(num_slots)
         if full_sequence_must_fit:
-            full = min(max(request.num_tokens, num_slots), self.max_model_len)
-            if num_blocks_for(full, True) > available:
-                return None
+            full = max(min(request.num_tokens, self.max_model_len), num_slots)
+            num_needed = max(num_needed, needed(full, apply_admission_cap=True))
+        if num_needed > available:
+            return None
         self.coordinator.add_local_computed_blocks(
-            request.request_id,
-            computed_blocks.blocks,
-            num_local,
-            num_attended - num_local,
+            request.request_id, hit, num_local, num_attended - num_local
         )
         new_blocks = self.coordinator.allocate_new_blocks(
             request.request_id, num_slots, num_known, num_encoder_tokens
@@ -255,6 +236,27 @@ class KVCacheManager:
         if not delay_cache_blocks:
             self.cache_blocks(request, min(num_known, request.num_tokens))
         return self.create_kv_cache_blocks(new_blocks)
+
+    def _refuse_no_slots(self, request: Request, num_tokens: int) -> None:
+        if num_tokens <= 0:
+            raise ValueError(
+                f"request {request.request_id!r} asks for no slots: it has no token to "
+                "compute or to load"
+            )
+
+    def _give_back_skipped(self, request: Request) -> None:
+        # Tokens under way are not certain: what they attend to may be read once more.
+        certain = request.num_computed_tokens - request.num_output_placeholders
+        self.remove_skipped_blocks(
+            request.request_id, certain, request.num_prompt_tokens
+        )
+
+    def _num_available(self, request: Request, has_others: bool) -> int:
+        """Free blocks, without the watermark for a request that is admitted."""
+        num_free = self.block_pool.get_num_free_blocks()
+        if request.status != RequestStatus.RUNNING and has_others:
+            return num_free - self.num_watermark_blocks
+        return num_free
 
     def num_blocks_short_of(self, request: Request, num_tokens: int) -> int:
         """Free blocks that a request with blocks still takes to reach `num_tokens`, the
@@ -349,31 +351,3 @@ class KVCacheManager:
     def new_step_starts(self) -> None:
         """Tells that the steps scheduled so far come before what is decided next."""
         self.coordinator.new_step_starts()
-
-
-def resolve_block_sizes(
-    vllm_config: VllmConfig,
-    kv_cache_config: KVCacheConfig,
-    block_size: int,
-    hash_block_size: int | None,
-) -> tuple[int, int]:
-    """The tokens after which blocks of all groups end together, and the tokens of one
-    hash: as given, else `prefix_match_unit` for several groups, else what divides all.
-
-    ValueError when hashes do not divide the blocks of a group. `block_size` counts only
-    where there is no group.
-    """
-    ranks = vllm_config.parallel_config.decode_context_parallel_size
-    groups = kv_cache_config.kv_cache_groups
-    sizes = [group.kv_cache_spec.block_size * ranks for group in groups]
-    if not sizes:
-        return block_size, hash_block_size or block_size
-    if hash_block_size is None:
-        unit = vllm_config.cache_config.prefix_match_unit
-        hash_block_size = (unit if len(sizes) > 1 else None) or gcd(*sizes)
-    if any(size % hash_block_size for size in sizes):
-        raise ValueError(
-            f"block hashes of {hash_block_size} tokens do not divide blocks of "
-            f"{', '.join(map(str, sizes))} tokens: choose another prefix_match_unit"
-        )
-    return lcm(*sizes), hash_block_size

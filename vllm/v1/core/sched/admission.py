@@ -4,6 +4,7 @@ Knows one request at a time. The order of requests, and what to do when there is
 room, are the scheduler's matter.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -104,6 +105,22 @@ class Admission:
         request.num_external_computed_tokens = 0
         if not request.num_preemptions:
             request.num_cached_tokens = -1
+
+    def reclaims_blocks(
+        self, waiting: Iterable[Request], keep: Request | None = None
+    ) -> bool:
+        """Takes back the blocks of the last waiting request that has any, because a
+        connector loaded them; it is loaded again later. False when there is none."""
+        if self.transfer.connector is None:
+            return False
+        pool = self.kv_cache_manager.block_pool
+        num_free = pool.get_num_free_blocks()
+        for request in reversed(list(waiting)):
+            if request is not keep and self.is_ready(request):
+                self.release(request)
+                if pool.get_num_free_blocks() > num_free:
+                    return True
+        return False
 
     def may_get_more_blocks(self, request: Request) -> bool:
         """Says whether a waiting request could get more blocks than are free now, once

@@ -12,12 +12,8 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_events import EventPublisherFactory, KVEventBatch
 from vllm.logger import init_logger
-from vllm.v1.core.kv_cache_manager import (
-    KVCacheBlocks,
-    KVCacheManager,
-    resolve_block_sizes,
-)
-from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_setup import build_kv_cache_manager, resolve_block_sizes
 from vllm.v1.core.sched.admission import Admission, Limits, Verdict
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.kv_transfer import KVTransfer, create_connector
@@ -69,7 +65,13 @@ class Scheduler(SchedulerInterface):
         self.block_size, self.hash_block_size = resolve_block_sizes(
             vllm_config, kv_cache_config, block_size, hash_block_size
         )
-        self.kv_cache_manager = self._build_kv_cache_manager()
+        self.kv_cache_manager = build_kv_cache_manager(
+            vllm_config,
+            kv_cache_config,
+            self.block_size,
+            self.hash_block_size,
+            log_stats,
+        )
         self.transfer = KVTransfer(
             create_connector(vllm_config, kv_cache_config), self.kv_cache_manager
         )
@@ -96,32 +98,14 @@ class Scheduler(SchedulerInterface):
         self.running = self.book.running
         self._num_steps = 0
 
-    def _build_kv_cache_manager(self) -> KVCacheManager:
-        config = self.vllm_config
-        events, watch = config.kv_events_config, config.observability_config
-        return KVCacheManager(
-            kv_cache_config=self.kv_cache_config,
-            max_model_len=self.max_model_len,
-            scheduler_block_size=self.block_size,
-            hash_block_size=self.hash_block_size,
-            max_in_flight_tokens=config.max_in_flight_tokens,
-            enable_caching=config.cache_config.enable_prefix_caching,
-            log_stats=self.log_stats,
-            enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
-            dcp_world_size=config.parallel_config.decode_context_parallel_size,
-            pcp_world_size=config.parallel_config.prefill_context_parallel_size,
-            metrics_collector=(
-                KVCacheMetricsCollector(watch.kv_cache_metrics_sample)
-                if watch.kv_cache_metrics
-                else None
-            ),
-            watermark=self.scheduler_config.watermark,
-        )
-
     @property
     def connector(self) -> Any:
         """The KV connector's scheduler side, or None."""
         return self.transfer.connector
+
+    @connector.setter
+    def connector(self, connector: Any) -> None:
+        self.transfer.connector = connector
 
     # --- the next step ----------------------------------------------------------------
 
@@ -191,7 +175,7 @@ class Scheduler(SchedulerInterface):
             )
             if blocks is not None:
                 return blocks
-            if self._reclaims_loaded_blocks():
+            if self.admission.reclaims_blocks(self.waiting):
                 continue
             victim = self.running[-1]
             self._preempt_request(victim, plan.timestamp)
@@ -263,20 +247,6 @@ class Scheduler(SchedulerInterface):
             if request.num_tokens - request.num_computed_tokens > 1
         )
 
-    def _reclaims_loaded_blocks(self, keep: Request | None = None) -> bool:
-        """Takes back the blocks of the last waiting request that has any, because a
-        connector loaded them; it is loaded again later. False when there is none."""
-        if self.connector is None:
-            return False
-        pool = self.kv_cache_manager.block_pool
-        num_free = pool.get_num_free_blocks()
-        for other in reversed(list(self.waiting)):
-            if other is not keep and self.admission.is_ready(other):
-                self.admission.release(other)
-                if pool.get_num_free_blocks() > num_free:
-                    return True
-        return False
-
     def _makes_room(self, request: Request) -> bool:
         """Sees to it that the first waiting request does not wait for ever.
 
@@ -286,7 +256,7 @@ class Scheduler(SchedulerInterface):
         """
         if self.running:
             return False
-        if self._reclaims_loaded_blocks(keep=request):
+        if self.admission.reclaims_blocks(self.waiting, keep=request):
             return True
         if self.admission.may_get_more_blocks(request):
             return False  # transfers under way hold the rest
