@@ -116,6 +116,12 @@ def compare(
     )
 
 
+def bytes_per_token(llm: LLM) -> float:
+    """Bytes that one token takes in the caches of all layers."""
+    (specs,) = llm.collective_rpc("get_kv_cache_spec")
+    return sum(spec.page_size_bytes / spec.block_size for spec in specs.values())
+
+
 def measure(
     engine_args: EngineArgs, num_tokens: int, cache_dtypes: list[str]
 ) -> list[Accuracy]:
@@ -129,9 +135,7 @@ def measure(
             token_ids = text_ids[: min(num_tokens, llm.model_config.max_model_len - 1)]
         logits = prompt_logits(llm, token_ids)
         dense = logits if dense is None else dense
-        cache = llm.llm_engine.cache_config
-        per_token = cache.kv_cache_memory_bytes / cache.kv_cache_size_tokens
-        rows.append(compare(name, per_token, logits, dense, token_ids))
+        rows.append(compare(name, bytes_per_token(llm), logits, dense, token_ids))
         llm.shutdown()
         del llm
         gc.collect()
