@@ -86,7 +86,9 @@ class FakeConnector:
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self.rng.random() >= self.send_share or not any(block_ids):
+        # An aborted request may not be loaded yet: there is nothing to send.
+        is_whole = request.status != RequestStatus.FINISHED_ABORTED
+        if self.rng.random() >= self.send_share or not is_whole:
             return False, None
         self.sends.append((request.request_id, block_ids))
         return True, {"remote": request.request_id}
