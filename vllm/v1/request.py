@@ -50,13 +50,15 @@ class RequestStatus(enum.IntEnum):
 
     @staticmethod
     def is_finished(status: "RequestStatus") -> bool:
-        return status > RequestStatus.PREEMPTED
+        return status > _LAST_UNFINISHED
 
     @staticmethod
     def get_finished_reason(status: "RequestStatus") -> FinishReason | None:
         """The reason that clients see, or None while the request goes on."""
         return _FINISH_REASONS.get(status)
 
+
+_LAST_UNFINISHED = RequestStatus.PREEMPTED
 
 _FINISH_REASONS = {
     RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
@@ -217,9 +219,12 @@ class Request:
 
     def append_output_token_ids(self, token_ids: int | list[int]) -> None:
         """Adds generated tokens, and hashes the blocks that they fill."""
-        new = [token_ids] if isinstance(token_ids, int) else token_ids
-        self._output_token_ids.extend(new)
-        self._all_token_ids.extend(new)
+        if isinstance(token_ids, int):
+            self._output_token_ids.append(token_ids)
+            self._all_token_ids.append(token_ids)
+        else:
+            self._output_token_ids.extend(token_ids)
+            self._all_token_ids.extend(token_ids)
         self.update_block_hashes()
 
     def update_block_hashes(self) -> None:
@@ -260,7 +265,7 @@ class Request:
         return self.mm_features[input_id].mm_position.length
 
     def is_finished(self) -> bool:
-        return RequestStatus.is_finished(self.status)
+        return self.status > _LAST_UNFINISHED
 
     def get_finished_reason(self) -> FinishReason | None:
         return RequestStatus.get_finished_reason(self.status)

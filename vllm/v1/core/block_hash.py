@@ -46,8 +46,12 @@ def make_block_hash_with_group_id(
     block_hash: BlockHash, group_id: int
 ) -> BlockHashWithGroupId:
     """The key of a block in one KV cache group."""
-    suffix = group_id.to_bytes(_GROUP_ID_BYTES, "big")
-    return BlockHashWithGroupId(block_hash + suffix)
+    return BlockHashWithGroupId(block_hash + group_id_suffix(group_id))
+
+
+def group_id_suffix(group_id: int) -> bytes:
+    """What a key of this group ends with."""
+    return group_id.to_bytes(_GROUP_ID_BYTES, "big")
 
 
 def get_block_hash(key: BlockHashWithGroupId) -> BlockHash:

@@ -23,6 +23,7 @@ from vllm.v1.core.block_hash import (
     generate_block_hash_extra_keys,
     get_block_hash,
     get_group_id,
+    group_id_suffix,
     make_block_hash_with_group_id,
     need_extra_keys,
 )
@@ -134,6 +135,25 @@ class BlockPool:
             found.append(block)
         return found
 
+    def get_cached_run(
+        self, block_hashes: Iterable[BlockHash], kv_cache_group_ids: list[int]
+    ) -> list[list[KVCacheBlock]]:
+        """The cached blocks of each group, up to the first hash that a group lacks."""
+        runs: list[list[KVCacheBlock]] = []
+        get_one_block = self.cached_block_hash_to_block.get_one_block
+        hashes = list(block_hashes)
+        for group_id in kv_cache_group_ids:
+            suffix = group_id_suffix(group_id)
+            run: list[KVCacheBlock] = []
+            for block_hash in hashes:
+                block = get_one_block(BlockHashWithGroupId(block_hash + suffix))
+                if block is None:
+                    break
+                run.append(block)
+            runs.append(run)
+            del hashes[len(run) :]
+        return [run[: len(hashes)] for run in runs]
+
     def cache_full_blocks(
         self,
         request: Request,
@@ -180,16 +200,18 @@ class BlockPool:
                 f"{self.get_num_free_blocks()} are free"
             )
         blocks = self.free_block_queue.popleft_n(num_blocks)
+        collector = self.metrics_collector
         for block in blocks:
             if block.ref_cnt != 0:
                 raise KVCacheInvariantError(
                     f"block {block.block_id} is in the free queue but held by "
                     f"{block.ref_cnt} requests"
                 )
-            self._maybe_evict_cached_block(block)
+            if block.block_hash is not None or collector is not None:
+                self._maybe_evict_cached_block(block)
             block.ref_cnt = 1
-            if self.metrics_collector is not None:
-                self.metrics_collector.on_block_allocated(block)
+            if collector is not None:
+                collector.on_block_allocated(block)
         return blocks
 
     def reserve_blocks(self, num_blocks: int) -> list[KVCacheBlock]:

@@ -73,6 +73,22 @@ class KVCacheCoordinator(ABC):
             )
             for group_id, group in enumerate(kv_cache_config.kv_cache_groups)
         )
+        #: Says whether `remove_skipped_blocks` can find anything in any group.
+        self.gives_back_early = any(
+            manager.gives_back_early for manager in self.single_type_managers
+        )
+
+    def has_slots(
+        self, request_id: str, num_tokens: int, num_encoder_tokens: int
+    ) -> bool:
+        """Says whether a request holds the blocks of so many tokens in all groups."""
+        for manager in self.single_type_managers:
+            counted = (
+                num_encoder_tokens if manager.counts_encoder_tokens else num_tokens
+            )
+            if not manager.has_slots(request_id, counted):
+                return False
+        return True
 
     def get_num_blocks_to_allocate(
         self,

@@ -67,6 +67,13 @@ class KVCacheBlocks:
         return KVCacheBlocks(tuple(() for _ in self.blocks))
 
 
+def _no_slots(request: Request) -> ValueError:
+    return ValueError(
+        f"request {request.request_id!r} asks for no slots: it has no token to compute "
+        "or to load"
+    )
+
+
 class KVCacheManager:
     """Allocates, caches and frees the blocks of requests over all groups.
 
@@ -201,15 +208,55 @@ class KVCacheManager:
         `reserved_blocks` free blocks are left alone, and so is the watermark when a
         request is admitted beside others (`has_scheduled_reqs`).
         """
-        self._refuse_no_slots(request, num_new_tokens + num_external_computed_tokens)
-        hit = (new_computed_blocks or self.empty_kv_cache_blocks).blocks
+        if num_new_tokens + num_external_computed_tokens <= 0:
+            raise _no_slots(request)
         num_local = request.num_computed_tokens + num_new_computed_tokens
         num_computed = num_local + num_external_computed_tokens
         num_known = min(num_computed + num_new_tokens, self.max_model_len)
         num_slots = min(num_known + num_lookahead_tokens, self.max_model_len)
+        if self.coordinator.gives_back_early:
+            self._give_back_skipped(request)
+        new_blocks: KVCacheBlocks | None = self.empty_kv_cache_blocks
+        # Most steps of a running request end within a block that it holds.
+        if (
+            new_computed_blocks is not None
+            or full_sequence_must_fit
+            or not self.coordinator.has_slots(
+                request.request_id, num_slots, num_encoder_tokens
+            )
+        ):
+            new_blocks = self._take_blocks(
+                request,
+                (new_computed_blocks or self.empty_kv_cache_blocks).blocks,
+                num_local,
+                num_computed,
+                num_known,
+                num_slots,
+                num_encoder_tokens,
+                full_sequence_must_fit,
+                self._num_available(request, has_scheduled_reqs) - reserved_blocks,
+            )
+        # Tokens not known yet (drafts, samples under way) cannot be hashed.
+        if new_blocks is not None and not delay_cache_blocks:
+            self.cache_blocks(request, min(num_known, request.num_tokens))
+        return new_blocks
+
+    def _take_blocks(
+        self,
+        request: Request,
+        hit: tuple[Sequence[KVCacheBlock], ...],
+        num_local: int,
+        num_computed: int,
+        num_known: int,
+        num_slots: int,
+        num_encoder_tokens: int,
+        full_sequence_must_fit: bool,
+        num_available: int,
+    ) -> KVCacheBlocks | None:
+        """Extends a request to `num_slots` slots in all groups, from `num_available`
+        free blocks; None, and nothing happens, when these are too few."""
         # Even if all tokens are loaded, what the last one attends to is kept.
         num_attended = min(num_computed, max(request.num_tokens - 1, num_local))
-        self._give_back_skipped(request)
         needed = partial(
             self.coordinator.get_num_blocks_to_allocate,
             request.request_id,
@@ -219,12 +266,11 @@ class KVCacheManager:
             num_local_computed_tokens=num_local,
             num_tokens_main_model=num_known,
         )
-        available = self._num_available(request, has_scheduled_reqs) - reserved_blocks
         num_needed = needed(num_slots)
         if full_sequence_must_fit:
             full = max(min(request.num_tokens, self.max_model_len), num_slots)
             num_needed = max(num_needed, needed(full, apply_admission_cap=True))
-        if num_needed > available:
+        if num_needed > num_available:
             return None
         self.coordinator.add_local_computed_blocks(
             request.request_id, hit, num_local, num_attended - num_local
@@ -232,17 +278,7 @@ class KVCacheManager:
         new_blocks = self.coordinator.allocate_new_blocks(
             request.request_id, num_slots, num_known, num_encoder_tokens
         )
-        # Tokens not known yet (drafts, samples under way) cannot be hashed.
-        if not delay_cache_blocks:
-            self.cache_blocks(request, min(num_known, request.num_tokens))
         return self.create_kv_cache_blocks(new_blocks)
-
-    def _refuse_no_slots(self, request: Request, num_tokens: int) -> None:
-        if num_tokens <= 0:
-            raise ValueError(
-                f"request {request.request_id!r} asks for no slots: it has no token to "
-                "compute or to load"
-            )
 
     def _give_back_skipped(self, request: Request) -> None:
         # Tokens under way are not certain: what they attend to may be read once more.

@@ -31,6 +31,8 @@ class SingleTypeKVCacheManager(ABC):
     hits_are_prefix_closed: ClassVar[bool] = False
     #: Says whether a request can go back by a token, keeping its blocks.
     can_step_back: ClassVar[bool] = True
+    #: Says whether blocks may come free while their request goes on.
+    gives_back_early: ClassVar[bool] = True
     #: Says whether token counts given to this manager are the encoder's.
     counts_encoder_tokens: ClassVar[bool] = False
 
@@ -67,6 +69,11 @@ class SingleTypeKVCacheManager(ABC):
     def num_required_blocks(self, num_tokens: int) -> int:
         """Entries of the block list of a request of `num_tokens` tokens."""
         return cdiv(num_tokens, self.block_size)
+
+    def has_slots(self, request_id: str, num_tokens: int) -> bool:
+        """Says whether a request holds all the blocks that `num_tokens` tokens take."""
+        blocks = self.req_to_blocks.get(request_id, ())
+        return len(blocks) * self.block_size >= num_tokens
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that no later token attends to, once so many are computed."""

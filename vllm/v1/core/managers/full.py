@@ -1,6 +1,7 @@
 """Managers of groups that keep a request's blocks while it runs."""
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, ClassVar
 
 from vllm.utils.math_utils import cdiv
@@ -19,6 +20,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     """Every token attends to all before it, so nothing is given back early."""
 
     hits_are_prefix_closed: ClassVar[bool] = True
+    gives_back_early: ClassVar[bool] = False
 
     @classmethod
     def find_longest_cache_hit(
@@ -35,15 +37,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Left to right, up to the first block that is not cached."""
         block_size = kv_cache_spec.block_size * dcp_world_size * pcp_world_size
-        hits: list[list[KVCacheBlock]] = [[] for _ in kv_cache_group_ids]
-        for _, block_hash in zip(
-            range(max_length // block_size), block_hashes, strict=False
-        ):
-            cached = block_pool.get_cached_block(block_hash, kv_cache_group_ids)
-            if cached is None:
-                break
-            for hit, block in zip(hits, cached, strict=True):
-                hit.append(block)
+        wanted = islice(block_hashes, max_length // block_size)
+        hits = block_pool.get_cached_run(wanted, kv_cache_group_ids)
         num_blocks = len(hits[0])
         if drop_eagle_block and num_blocks:
             num_blocks -= 1
@@ -54,6 +49,8 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 class RSWAManager(FullAttentionManager):
     """The prompt is kept whole; of the generated tokens only a window is."""
+
+    gives_back_early: ClassVar[bool] = True
 
     def __init__(self, kv_cache_spec: RSWASpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)

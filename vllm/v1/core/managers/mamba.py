@@ -54,6 +54,13 @@ class MambaManager(SingleTypeKVCacheManager):
             return 1 + self.num_speculative_blocks
         return super().num_required_blocks(num_tokens) + self.num_speculative_blocks
 
+    def has_slots(self, request_id: str, num_tokens: int) -> bool:
+        blocks = self.req_to_blocks.get(request_id, ())
+        return (
+            len(blocks) >= self.num_required_blocks(num_tokens)
+            and request_id not in self._awaits_external_state
+        )
+
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Everything before the token whose state is the latest."""
         return 0 if self.mode == "none" else max(0, num_computed_tokens - 1)

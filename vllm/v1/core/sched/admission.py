@@ -47,6 +47,8 @@ class Limits:
     def chunk(self, start: int, num_tokens: int, token_budget: int) -> int:
         """How many of `num_tokens` tokens from position `start` on a step takes. 0 when
         chunks are off and the budget is short."""
+        if num_tokens == 1:  # a decode
+            return min(1, self.max_model_len - start, token_budget)
         if 0 < self.long_prefill_token_threshold < num_tokens:
             num_tokens = self.long_prefill_token_threshold
         num_tokens = min(num_tokens, self.max_model_len - start)

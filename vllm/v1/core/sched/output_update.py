@@ -40,7 +40,7 @@ def make_output(
             logprobs = runner_output.logprobs.slice_request(
                 runner_output.req_id_to_index[request_id], len(new_token_ids)
             )
-    finish_reason = request.get_finished_reason()
+    finish_reason = request.get_finished_reason() if request.is_finished() else None
     if not new_token_ids and prompt_logprobs is None and finish_reason is None:
         return None
     return EngineCoreOutput(

@@ -311,8 +311,8 @@ class Scheduler(SchedulerInterface):
             )
             if output is not None:
                 news[request.client_index].append(output)
-            if request.is_finished():
-                stopped.append(request)
+                if output.finish_reason is not None:
+                    stopped.append(request)
         self.book.leave_queues(stopped)
         if transfers is not None:
             self.book.take_transfers(transfers)

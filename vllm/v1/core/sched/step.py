@@ -37,8 +37,10 @@ class StepPlan:
         self.num_tokens[request.request_id] = num_tokens
         self.blocks[request.request_id] = blocks
         self.token_budget -= num_tokens
+        if not request.spec_token_ids:
+            return
         num_drafts = request.num_computed_tokens + num_tokens - request.num_tokens
-        if request.spec_token_ids and num_drafts > 0:
+        if num_drafts > 0:
             self.drafts[request.request_id] = request.spec_token_ids[:num_drafts]
         request.spec_token_ids = []
 

@@ -34,9 +34,10 @@ def check_stop(request: Request, max_model_len: int) -> bool:
     params = request.sampling_params
     if params is None:
         raise ValueError(f"request {request.request_id!r} generates no tokens")
-    if request.num_output_tokens >= params.min_tokens:
+    num_output_tokens = request.num_output_tokens
+    if num_output_tokens >= params.min_tokens:
         last = request.output_token_ids[-1]
-        if last == params.eos_token_id and not params.ignore_eos:
+        if not params.ignore_eos and last == params.eos_token_id:
             request.status = RequestStatus.FINISHED_STOPPED
             return True
         if params.stop_token_ids and last in params.stop_token_ids:
@@ -45,14 +46,14 @@ def check_stop(request: Request, max_model_len: int) -> bool:
             return True
     if (
         request.num_tokens >= max_model_len
-        or request.num_output_tokens >= request.max_tokens
+        or num_output_tokens >= request.max_tokens
     ):
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True
     repetition = params.repetition_detection
     if (
         repetition is not None
-        and request.num_output_tokens >= params.min_tokens
+        and num_output_tokens >= params.min_tokens
         and check_sequence_repetition(request.output_token_ids, repetition)
     ):
         request.status = RequestStatus.FINISHED_REPETITION
