@@ -30,6 +30,7 @@ COMMON_UNITS = ("exports.cpp", "plan.cpp")
 ISA_UNITS = (
     *("attention_dense.cpp", "attention_latent.cpp", "cache_store.cpp", "table.cpp"),
     *("latent_fp8.cpp", "latent_per_token_head.cpp", "latent_ds_mla.cpp"),
+    "latent_store.cpp",
 )
 
 COMMON_FLAGS = (

@@ -89,6 +89,8 @@ struct StoreArgs {
   const int64_t* slot_mapping;     // [num_tokens]; outside the cache: skipped
   int32_t num_tokens;
   int32_t cell_format;
+  float k_scale;                   // per tensor, of quantised formats
+  float v_scale;
 };
 
 }  // namespace vllm_cpu

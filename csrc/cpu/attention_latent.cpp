@@ -3,16 +3,10 @@
 #include "../kv_formats.h"
 #include "attention_tile.h"
 #include "kernels.h"
-#include "latent_decode.h"
+#include "latent_format.h"
 
 namespace vllm_cpu::VLLM_ISA {
 namespace {
-
-const LatentFormat* latent_format(int32_t cell_format) {
-  const LatentFormat* found = fp8_latent(cell_format);
-  if (found == nullptr) found = per_token_head_latent(cell_format);
-  return found == nullptr ? ds_mla_latent(cell_format) : found;
-}
 
 // Rows of one float type, in the cache itself or made from it.
 template <class UnitsOf, int kDType, bool kFromCells>
@@ -24,7 +18,7 @@ struct LatentRows {
   static constexpr int kRegisterBytes = kLanes * Units::kElems * kBytes;
 
   explicit LatentRows(const AttentionArgs& a)
-      : decode_args{a.query.size, a.k_scale}, row_bytes(a.query.size * kBytes) {
+      : coding_args{a.query.size, a.k_scale, a.query.dtype}, row_bytes(a.query.size * kBytes) {
     cell_bytes = row_bytes;
     if constexpr (kDecoded) {
       const LatentFormat* const format = latent_format(a.cell_format);
@@ -33,7 +27,7 @@ struct LatentRows {
     }
   }
 
-  void decode(const uint8_t* cell, void* row) const { decoder(decode_args, cell, row); }
+  void decode(const uint8_t* cell, void* row) const { decoder(coding_args, cell, row); }
 
   U load_key(const uint8_t* row, int elem, int count) const {
     return as_units(load_as_float<kDType>(row + elem * kBytes, count));
@@ -42,7 +36,7 @@ struct LatentRows {
     return load_key(row, elem, count);
   }
 
-  DecodeArgs decode_args;
+  CodingArgs coding_args;
   DecodeCell decoder = nullptr;
   int row_bytes;
   int cell_bytes;

@@ -8,7 +8,7 @@ from tests.kernels.cpu_attention_cases import isas, needs_library, using_isa
 from tests.kernels.test_cpu_attention import Choose
 from tests.v1.attention.paged_batch import UNUSED_BLOCK, naive_attention
 from vllm.v1.attention.ops import cpu_latent
-from vllm.v1.kv_formats import KVFormat, all_formats, by_name
+from vllm.v1.kv_formats import KVFormat, KVScales, all_formats, by_name
 
 __all__ = ["using_isa"]  # a fixture
 
@@ -18,6 +18,7 @@ LORA, ROPE, HEADS, STATES = 512, 64, 16, 16
 SIZE = LORA + ROPE
 NAMES = [f.name for f in all_formats() if f.latent_capable and not f.alias_of]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+NAN_ROW = 11
 # Decode over several chunks, a tail, one token, and a tile of prefill.
 REQUESTS = ((1, 700), (5, 70), (1, 1), (33, 33))
 
@@ -121,6 +122,77 @@ def test_windows(window: int) -> None:
 def test_another_latent() -> None:
     batch = Latents(by_name("int4_per_token_head"), torch.float32, size=288)
     assert worst(batch.attend(256), batch.expected(256)) < 5e-6
+
+
+def hard_latents(dtype: torch.dtype, size: int = SIZE) -> torch.Tensor:
+    """[T, 1, size]: normal, huge, tiny, constant, one-sided, zero and non-finite."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(64, 1, size, generator=generator)
+    limit = torch.finfo(dtype).max
+    x[1] *= 1e-6
+    x[2] *= 3e4
+    x[3] = 0.0
+    x[4] = 1.5
+    x[5] = x[5].abs()
+    x[6] = -x[6].abs()
+    x[7, 0, ::7] = -0.0
+    x[8, 0, ::5] = limit
+    x[9, 0, ::50] = torch.inf
+    x[10, 0, 3::50] = -torch.inf
+    x[NAN_ROW, 0, 5::50] = torch.nan
+    x[12] *= 448 / x[12].abs().max()
+    x[13] = (torch.arange(size) % 33 - 16).float() / 4  # many ties
+    x[14] *= torch.finfo(torch.float32).tiny
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_written_bytes_are_the_formats(
+    isa: str, name: str, dtype: torch.dtype, using_isa: Choose
+) -> None:
+    using_isa(isa)
+    fmt = by_name(name).resolve(dtype)
+    latents = hard_latents(dtype)
+    scales = [1.0, 0.37] if name.startswith("fp8_e") else [1.0]
+    generator = torch.Generator().manual_seed(4)
+    slots = torch.randperm(6 * STATES, generator=generator)[: len(latents)]
+    slots[[20, 40]] = -1
+    for scale in scales:
+        cell = fmt.layout(SIZE, 0, dtype).nbytes
+        ours = torch.full((6, 1, STATES, cell), 0xA5, dtype=torch.uint8)
+        theirs = ours.clone()
+        cpu_latent.store_latents(ours, slots, latents, fmt, scale)
+        fmt.store(theirs, slots, latents, None, KVScales(k=scale))
+        nan = int(slots[NAN_ROW])
+        assert_same_numbers(fmt, ours, theirs, nan)
+        ours.flatten(0, 2)[nan] = theirs.flatten(0, 2)[nan]
+        wrong = (ours != theirs).flatten(0, 2).any(-1)
+        assert not wrong.any(), f"slots {wrong.nonzero().flatten().tolist()} differ"
+
+
+def assert_same_numbers(
+    fmt: KVFormat, ours: torch.Tensor, theirs: torch.Tensor, slot: int
+) -> None:
+    """A NaN may have any bits."""
+    found, wanted = (
+        fmt.load(p, torch.arange(6), 6 * STATES, SIZE, 0, torch.float32)[0][slot]
+        for p in (ours, theirs)
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_writes_take_strided_latents_and_padding() -> None:
+    fmt = by_name("fp8_ds_mla")
+    wide = torch.randn(9, 1, SIZE + 64)
+    pages = torch.zeros((1, 1, STATES, 656), dtype=torch.uint8)
+    cpu_latent.store_latents(pages, torch.tensor([3, 1]), wide[..., :SIZE], fmt)
+    expected = torch.zeros_like(pages)
+    fmt.store(expected, torch.tensor([3, 1]), wide[:2, :, :SIZE], None)
+    assert torch.equal(pages, expected)
+    with pytest.raises(ValueError, match="expected at least 9"):
+        cpu_latent.store_latents(pages, torch.arange(9), wide[:5, :, :SIZE], fmt)
 
 
 def test_what_no_kernel_takes_is_refused() -> None:

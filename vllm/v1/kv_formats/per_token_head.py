@@ -152,9 +152,12 @@ class Int4PerTokenHead(PerTokenHead):
         if head_size % 2 or head_size_v % 2:
             raise self._misfit(head_size, head_size_v)
 
+    def rotated(self, x: torch.Tensor) -> torch.Tensor:
+        """What is quantised: finite vectors, rotated and rounded to their dtype."""
+        return saturate(rht(finite(x, self.input_limit)), x.dtype)
+
     def quantize(self, x: torch.Tensor) -> Codes:
-        rotated = saturate(rht(finite(x, self.input_limit)), x.dtype)
-        codes, word = self.quantize_rotated(rotated.float())
+        codes, word = self.quantize_rotated(self.rotated(x).float())
         return pack_bits(codes, 4), word
 
     def quantize_rotated(self, y: torch.Tensor) -> Codes:

@@ -84,6 +84,8 @@ class StoreArgs(ctypes.Structure):
         ("slot_mapping", ctypes.c_void_p),
         ("num_tokens", ctypes.c_int32),
         ("cell_format", ctypes.c_int32),
+        ("k_scale", ctypes.c_float),
+        ("v_scale", ctypes.c_float),
     )
 
 
@@ -215,6 +217,8 @@ def store_dense(
         vector_at("slot_mapping", slot_mapping, torch.int64),
         tokens,
         _DTYPES[dtype or key.dtype],
+        1.0,
+        1.0,
     )
     raise_for(library().store(args))
 

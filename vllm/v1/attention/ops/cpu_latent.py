@@ -10,6 +10,7 @@ import torch
 
 from vllm.v1.attention.ops.cpu_kernels import (
     AttentionArgs,
+    StoreArgs,
     address_of,
     available,
     check_batch,
@@ -18,13 +19,15 @@ from vllm.v1.attention.ops.cpu_kernels import (
     pages_of,
     raise_for,
     rows_of,
+    store_dense,
     vector_at,
 )
 from vllm.v1.kv_formats import KVFormat
 from vllm.v1.kv_formats.hadamard import block_size, inverse_rht, rht
 
-# Elements that the kernels take at once, of the latent and of its rotary part.
-_STEP = 32
+# Elements that the kernels take at once, of the latent and of its rotary part, and the
+# most there may be.
+_STEP, _MOST = 32, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +36,13 @@ class _Latent:
 
     number: int
     rotated: bool = False
+    dense: torch.dtype | None = None
 
 
 _LATENTS = {
-    "float32:cells": _Latent(number=32),
-    "float16:cells": _Latent(number=33),
-    "bfloat16:cells": _Latent(number=34),
+    "float32:cells": _Latent(number=32, dense=torch.float32),
+    "float16:cells": _Latent(number=33, dense=torch.float16),
+    "bfloat16:cells": _Latent(number=34, dense=torch.bfloat16),
     "fp8_e4m3:cells": _Latent(number=35),
     "fp8_e5m2:cells": _Latent(number=36),
     "int8_per_token_head:cells": _Latent(number=37),
@@ -53,9 +57,50 @@ def serves(fmt: KVFormat, head_size: int, lora: int) -> bool:
     """Whether there is a kernel for latents of `head_size` elements, `lora` of which
     are values too. A rotation must keep these apart from the rest."""
     latent = _LATENTS.get(fmt.format_id)
-    if latent is None or head_size % _STEP or lora % _STEP or not available():
+    fits = head_size <= _MOST and head_size % _STEP == 0 and lora % _STEP == 0
+    if latent is None or not fits or not available():
         return False
     return not latent.rotated or lora % block_size(head_size) == 0
+
+
+def store_latents(
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    latents: torch.Tensor,
+    fmt: KVFormat,
+    k_scale: float = 1.0,
+) -> None:
+    """Writes one state per slot, byte for byte what `fmt.store` writes.
+
+    pages: uint8 [B, 1, N, C]; slot_mapping: int64 [T'], slots outside the cache are
+    skipped; latents: [T, 1, head_size] in a float type, last axis contiguous, T >= T'.
+    ValueError for shapes and types that do not fit.
+    """
+    latent = _LATENTS[fmt.format_id]
+    if latent.dense is not None:
+        store_dense(pages, slot_mapping, latents, latents[..., :0], latent.dense)
+        return
+    tokens, head_size = slot_mapping.shape[0], latents.shape[-1]
+    if latents.shape[0] < tokens or latents.shape[1] != 1:
+        raise ValueError(
+            f"latents have shape {tuple(latents.shape)}: expected at least {tokens} "
+            "tokens of one head"
+        )
+    cell_bytes = fmt.layout(head_size, 0, latents.dtype).nbytes
+    if latent.rotated:
+        latents = fmt.rotated(latents[:tokens])
+    key = rows_of("latents", latents)
+    args = StoreArgs(
+        pages_of(pages, cell_bytes, f"{fmt.format_id} latents of {head_size}"),
+        key,
+        rows_of("latents", latents[..., :0]),
+        vector_at("slot_mapping", slot_mapping, torch.int64),
+        tokens,
+        latent.number,
+        k_scale,
+        1.0,
+    )
+    raise_for(library().store(args))
 
 
 def latent_attention(

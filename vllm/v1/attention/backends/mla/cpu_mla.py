@@ -87,6 +87,23 @@ class CPUMLAImpl(MLAReferenceImpl):
             self._attend_short_queries(layer, query, kv_cache, attn_metadata, output)
         return output
 
+    def do_kv_cache_update(
+        self,
+        layer: MLALayer,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        fmt = self.format.resolve(kv_cache.dtype)
+        if not cpu_latent.serves(fmt, self.head_size, self.kv_lora_rank):
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        elif not self.shares_kv_cache:
+            pages = with_head_axis(kv_cache).view(torch.uint8)
+            cpu_latent.store_latents(
+                pages, slot_mapping, key, fmt, layer._k_scale_float
+            )
+
     def _uses_kernels(
         self, kv_cache: torch.Tensor, metadata: PagedAttentionMetadata
     ) -> bool:
