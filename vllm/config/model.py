@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from vllm.config.parallel import ParallelConfig
 from vllm.config.utils import config
+from vllm.transformers_utils.architectures import STATE_LAYER_TYPES
 from vllm.transformers_utils.config import get_config, get_generation_config
 from vllm.transformers_utils.source import ModelSource, resolve_model
 
@@ -22,8 +23,6 @@ _DTYPES = {
 # Keys under which Hugging Face configs state the longest sequence, best first.
 _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _DEFAULT_MAX_LEN = 2048
-# Layer types that keep a recurrent state instead of keys and values.
-_STATE_LAYER_TYPES = {"mamba", "mamba2", "linear_attention", "recurrent", "conv"}
 
 RunnerOption = Literal["auto", "generate", "pooling", "draft"]
 LogprobsMode = Literal[
@@ -74,7 +73,10 @@ class ModelConfig:
         if self.served_model_name is None:
             self.served_model_name = self.model
         self.hf_config = get_config(
-            self.source, self.trust_remote_code, self.hf_overrides
+            self.source,
+            self.trust_remote_code,
+            self.hf_overrides,
+            self.model_impl,
         )
         self.hf_text_config = self.hf_config.get_text_config()
         self.dtype = _resolve_dtype(self.dtype, self.hf_config)
@@ -115,7 +117,7 @@ class ModelConfig:
     @property
     def is_hybrid(self) -> bool:
         kinds = getattr(self.hf_text_config, "layer_types", None) or []
-        return any(kind in _STATE_LAYER_TYPES for kind in kinds)
+        return any(kind in STATE_LAYER_TYPES for kind in kinds)
 
     @property
     def is_encoder_decoder(self) -> bool:

@@ -21,6 +21,7 @@ from vllm.config import (
 )
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
+from vllm.transformers_utils.architectures import MODEL_IMPLS
 from vllm.utils.argparse_utils import FlexibleArgumentParser, json_value
 from vllm.utils.mem_utils import parse_size
 from vllm.v1.kv_formats.mode import CACHE_DTYPES
@@ -78,14 +79,28 @@ class EngineArgs:
     logits_processors: list[Any] | None = _arg(
         None, "logits processors as module:Class", nargs="+"
     )
+    model_impl: str = _arg(
+        "auto", "whose code computes the model", choices=list(MODEL_IMPLS)
+    )
     load_format: str = _arg("auto", "auto, safetensors, gguf or dummy")
     download_dir: str | None = _arg(None, "where hub downloads go")
     # KV cache
     kv_cache_dtype: str = _arg("auto", "KV format", choices=list(CACHE_DTYPES))
     kv_cache_dtype_skip_layers: list[str] = _arg(
-        [], "layers kept in the model dtype; none: no default ones either", nargs="+"
+        [],
+        "layers kept in the model dtype: numbers, ranges like 3-7, sliding_window; "
+        "none: no default ones either",
+        nargs="+",
     )
     block_size: int | None = _arg(None, "tokens of one block", type=int)
+    mamba_block_size: int | None = _arg(
+        None, "tokens between cached recurrent states", type=int
+    )
+    mamba_cache_mode: str = _arg(
+        "none", "recurrent states that are cached", choices=["none", "align", "all"]
+    )
+    mamba_cache_dtype: str = _arg("auto", "dtype of convolution states")
+    mamba_ssm_cache_dtype: str = _arg("auto", "dtype of recurrent states")
     kv_cache_memory_bytes: int | str | None = _arg(
         None, "memory of the KV cache, for example 4GiB", type=_memory
     )

@@ -6,8 +6,20 @@ imported. `ModelRegistry` is its public face.
 
 from typing import Any
 
+from vllm.utils.import_utils import resolve
+
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
 _GEMMA = "vllm.model_executor.models.gemma"
+
+# What serves a model of transformers that is not in the table.
+FALLBACK = "TransformersForCausalLM"
+MODEL_IMPLS = ("auto", "vllm", "transformers")
+_CAUSAL_LMS = "transformers.models.auto.modeling_auto:MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+# Layer types that keep a recurrent state instead of keys and values.
+STATE_LAYER_TYPES = frozenset(
+    {"mamba", "mamba2", "linear_attention", "recurrent", "conv", "hybrid"}
+)
 
 # HF architecture -> "module:Class", resolved only for the model being loaded.
 ARCHITECTURES: dict[str, str | type[Any]] = {
@@ -23,6 +35,7 @@ ARCHITECTURES: dict[str, str | type[Any]] = {
     "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2:Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3:Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM": "vllm.model_executor.models.qwen3_moe:Qwen3MoeForCausalLM",
+    FALLBACK: f"vllm.model_executor.models.transformers_fallback:{FALLBACK}",
 }
 
 
@@ -31,12 +44,20 @@ def supported_architectures() -> list[str]:
     return sorted(ARCHITECTURES)
 
 
-def pick_architecture(names: list[str] | None, where: str) -> str:
-    """The first supported name of a config's `architectures`.
+def pick_architecture(
+    names: list[str] | None, where: str, model_impl: str = "vllm"
+) -> str:
+    """The first supported name of a config's `architectures`, or the fallback's.
 
-    `where` names the file in the error. Raises ValueError when the list is missing or
-    holds nothing that can be served.
+    `where` names the file in the error. `model_impl` "vllm" takes implementations of
+    this package only, "transformers" the library's, "auto" the former where there is
+    one. Raises ValueError when the list is missing or holds nothing that can be served.
     """
+    if model_impl not in MODEL_IMPLS:
+        raise ValueError(
+            f"model_impl {model_impl!r} is unknown: expected one of "
+            f"{', '.join(MODEL_IMPLS)} (--model-impl)"
+        )
     supported = ", ".join(supported_architectures())
     if not names:
         raise ValueError(
@@ -45,9 +66,20 @@ def pick_architecture(names: list[str] | None, where: str) -> str:
             '\'{"architectures": ["LlamaForCausalLM"]}\''
         )
     for name in names:
-        if name in ARCHITECTURES:
+        if name in ARCHITECTURES and model_impl != "transformers":
             return name
+    if model_impl != "vllm" and set(names) & _causal_lms():
+        return FALLBACK
+    others = "" if model_impl == "vllm" else ", and causal models of transformers"
     raise ValueError(
         f"{where}: architectures {list(names)} are not supported; supported are "
-        f"{supported} (plugins add more with ModelRegistry.register_model)"
+        f"{supported}{others} (plugins add more with ModelRegistry.register_model)"
     )
+
+
+def _causal_lms() -> set[str]:
+    """Every causal language model that transformers has."""
+    names: set[str] = {FALLBACK}
+    for value in resolve(_CAUSAL_LMS).values():
+        names.update([value] if isinstance(value, str) else value)
+    return names

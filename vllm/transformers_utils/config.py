@@ -12,7 +12,12 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
 from vllm.transformers_utils import gguf_config
-from vllm.transformers_utils.architectures import pick_architecture
+from vllm.transformers_utils.architectures import (
+    FALLBACK,
+    STATE_LAYER_TYPES,
+    pick_architecture,
+    supported_architectures,
+)
 from vllm.transformers_utils.gguf import open_gguf
 from vllm.transformers_utils.source import ModelSource, recommended_sampling
 
@@ -24,8 +29,12 @@ def get_config(
     source: ModelSource,
     trust_remote_code: bool = False,
     hf_overrides: dict[str, Any] | None = None,
+    model_impl: str = "auto",
 ) -> PretrainedConfig:
     """The model's config, the architecture that is served first in `architectures`.
+
+    `model_impl` says whose code computes the model, see `pick_architecture`; GGUF files
+    are served by this package's code only.
 
     `hf_overrides` is merged into the file's keys (nested dicts key by key) before the
     config object is built. Raises ValueError, in one line, for a missing or damaged
@@ -34,11 +43,20 @@ def get_config(
     """
     raw, where = _raw_config(source)
     raw = _merged(raw, _rope_aware(hf_overrides or {}, raw))
-    chosen = pick_architecture(raw.get("architectures"), where)
+    impl = "vllm" if source.kind == "gguf" and model_impl == "auto" else model_impl
+    if source.kind == "gguf" and impl == "transformers":
+        raise ValueError(
+            f"{where} cannot be served with model_impl 'transformers': pass a Hugging "
+            "Face folder, or --model-impl auto"
+        )
+    chosen = pick_architecture(raw.get("architectures"), where, impl)
     rest = [name for name in raw["architectures"] if name != chosen]
     raw["architectures"] = [chosen, *rest]
     _refuse_quantized(raw, where)
-    return _build(raw, where, source, trust_remote_code, hf_overrides)
+    config = _build(raw, where, source, trust_remote_code, hf_overrides)
+    if chosen == FALLBACK:
+        _refuse_unfit_for_fallback(config, rest, where)
+    return config
 
 
 def get_generation_config(source: ModelSource) -> dict[str, Any]:
@@ -78,7 +96,8 @@ def _raw_config(source: ModelSource) -> tuple[dict[str, Any], str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        value = json.loads(text, object_hook=_special_float)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{path} is not valid JSON ({error}): download or repair it"
@@ -86,6 +105,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; expected an object")
     return value
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Infinities as transformers writes them: {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def _rope_aware(overrides: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +150,31 @@ def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
         f"{where}: weights quantised with {method!r} are not supported; use the "
         "unquantised checkpoint or a GGUF file"
     )
+
+
+def _refuse_unfit_for_fallback(
+    config: PretrainedConfig, names: list[str], where: str
+) -> None:
+    """ValueError for what transformers' own code would compute without keys and values
+    that pages could hold; what the config does not tell is found on loading."""
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or [])
+    states = sorted(kinds.intersection(STATE_LAYER_TYPES))
+    why = None
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it has an encoder and cross attention"
+    elif states:
+        why = f"its layers of type {', '.join(states)} keep recurrent states"
+    elif not getattr(text, "num_attention_heads", None):
+        why = "its layers have no attention heads"
+    elif getattr(text, "attn_temperature_tuning", False):
+        why = "its temperatures count positions by themselves"
+    if why is not None:
+        raise ValueError(
+            f"{where}: {', '.join(names) or FALLBACK} cannot be served through "
+            f"transformers' own code: {why}; use a model whose layers attend causally "
+            f"to keys and values, or one of {', '.join(supported_architectures())}"
+        )
 
 
 def _build(
