@@ -1,7 +1,8 @@
-"""Hugging Face's SmolLM2 over a cache in any format: K and V go through
-`decode(encode(.))` before they are attended to, in plain torch."""
+"""A Hugging Face model over a cache in any format: K and V go through
+`decode(encode(.))` before they are attended to, in plain torch; and how an engine's
+run is compared with it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -9,50 +10,53 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from tests.e2e.teacher_forcing import States
-from tests.smollm2 import hf_smollm2
-from vllm.v1.kv_formats import KVFormat, by_name
+from tests.e2e.teacher_forcing import ForcedRun, States, forced_run
+from vllm import LLM
+from vllm.v1.kv_formats import KVFormat, KVScales, by_name
 
 # Vectors that differ by less than this, relative to their largest element, are equal.
 SAME = 1e-4
 _NAME = "through_kv_format"
 _DRAWS = 16
 
+KeyValue = tuple[torch.Tensor, torch.Tensor]
+
+
+def layer_formats(fmt: KVFormat, num_layers: int) -> list[KVFormat]:
+    """The format of each layer: TurboQuant leaves the first two and last two dense."""
+    ends = {0, 1, num_layers - 2, num_layers - 1} if fmt.mode.is_turboquant else set()
+    return [by_name("auto") if i in ends else fmt for i in range(num_layers)]
+
 
 @dataclass(kw_only=True)
 class FormatRun:
-    """One forward of the reference over `fmt`, from position `start` on.
+    """One forward of a Hugging Face model over caches, from position `start` on.
 
-    Without `stored`, K and V are the reference's own, changed by `noise` relative to
-    each vector's largest element before they are encoded. With it, every vector that
-    the engine stored is compared with the reference's own, and then attended to: so one
-    code that fell to the other side of a tie moves neither the rest of the run nor the
-    verdict over it. `flips` counts such vectors of `num_vectors`; `not_ties` those
-    among them whose codes no change of the vector by SAME would have changed.
+    Layer i stores `formats[i]`, with `scales[i]` where given. Without `stored`, K and V
+    are the model's own, changed by `noise` relative to each vector's largest element
+    before they are encoded. With it, every vector that the engine stored is compared
+    with the model's own, and then attended to: so one code that fell to the other side
+    of a tie moves neither the rest of the run nor the verdict over it. `flips` counts
+    such vectors of `num_vectors`; `not_ties` those among them whose codes no change of
+    the vector by SAME would have changed.
     """
 
-    fmt: KVFormat
+    model: torch.nn.Module
+    formats: Sequence[KVFormat]
+    scales: Sequence[KVScales] | None = None
     start: int = 0
     stored: States | None = None
     noise: float = 0.0
     flips: int = 0
     not_ties: int = 0
     num_vectors: int = 0
-    first_flip: int | None = None
-
-    def format_of(self, layer: int, num_layers: int) -> KVFormat:
-        """TurboQuant leaves the first two and the last two layers dense."""
-        at_an_end = layer < 2 or layer >= num_layers - 2
-        dense = self.fmt.mode.is_turboquant and at_an_end
-        return by_name("auto") if dense else self.fmt
 
     @torch.inference_mode()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """Logits [T - start, vocab] of the tokens from `start` on."""
-        model = hf_smollm2()
         positions = torch.arange(self.start, len(token_ids))
-        with _attention(model, self._attend):
-            output = model(
+        with _attention(self.model, self._attend):
+            output = self.model(
                 torch.tensor([token_ids[self.start :]]),
                 position_ids=positions[None],
                 use_cache=False,
@@ -70,16 +74,15 @@ class FormatRun:
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """query [1, Hq, n, D], key and value [1, Hkv, n, D] -> [1, n, Hq, D]."""
-        layer, num_layers = module.layer_idx, module.config.num_hidden_layers
-        fmt = self.format_of(layer, num_layers)
+        layer = module.layer_idx
         own = key[0].transpose(0, 1), value[0].transpose(0, 1)
         if self.noise:
             own = _moved(own[0], layer, self.noise), _moved(own[1], layer, self.noise)
-        states = fmt.roundtrip(*own)
+        states = self._roundtrip(layer, own)
         if self.stored is not None:
             for side in range(2):
                 written = self.stored[layer][side][self.start :]
-                self._compare(fmt, own, states, side, written)
+                self._compare(layer, own, states, side, written)
             states = self.stored[layer]
         keys, values = (x.transpose(0, 1) for x in states)
         groups = query.shape[1] // keys.shape[0]
@@ -89,11 +92,15 @@ class FormatRun:
         scores = scores.masked_fill(~seen, float("-inf"))
         return (scores.softmax(-1) @ values).transpose(0, 1)[None], None
 
+    def _roundtrip(self, layer: int, states: KeyValue) -> KeyValue:
+        scales = self.scales[layer] if self.scales else KVScales()
+        return self.formats[layer].roundtrip(*states, scales)
+
     def _compare(
         self,
-        fmt: KVFormat,
-        own: tuple[torch.Tensor, torch.Tensor],
-        states: tuple[torch.Tensor, torch.Tensor],
+        layer: int,
+        own: KeyValue,
+        states: KeyValue,
         side: int,
         written: torch.Tensor,
     ) -> None:
@@ -104,12 +111,14 @@ class FormatRun:
             return
         self.flips += int(flipped.sum())
         tokens = flipped.any(1)
-        first = self.start + int(tokens.nonzero()[0])
-        self.first_flip = min(first, self.first_flip or first)
         moved = torch.zeros_like(flipped[tokens])
         for draw in range(_DRAWS):
-            near = [_moved(x[tokens], draw, SAME) for x in own]
-            moved |= _differ(fmt.roundtrip(*near)[side], states[side][tokens])
+            near = (
+                _moved(own[0][tokens], draw, SAME),
+                _moved(own[1][tokens], draw, SAME),
+            )
+            codes = self._roundtrip(layer, near)[side]
+            moved |= _differ(codes, states[side][tokens])
         self.not_ties += int((flipped[tokens] & ~moved).sum())
 
 
@@ -134,3 +143,61 @@ def _attention(model: Any, attend: Any) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = before
+
+
+# --- the engine against it ------------------------------------------------------------
+
+MEAN_KL = 1e-5
+LARGEST_DIFFERENCE = 1e-2
+
+
+def kl(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """KL [T] of our predictions from theirs, in nats."""
+    ours, theirs = ours.log_softmax(-1), theirs.log_softmax(-1)
+    return (theirs.exp() * (theirs - ours)).sum(-1).clamp_min(0)
+
+
+def check_logits(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Asserts that logits [T, vocab] are those of the reference; prints how near."""
+    mean, largest = kl(ours, theirs).mean().item(), (ours - theirs).abs().max().item()
+    print(f"  {what:24} mean KL {mean:.1e}, largest logit difference {largest:.1e}")
+    assert mean < MEAN_KL, what
+    assert largest < LARGEST_DIFFERENCE, what
+
+
+def check_engine(
+    llm: LLM,
+    model: torch.nn.Module,
+    formats: Sequence[KVFormat],
+    token_ids: list[int],
+    num_decoded: int,
+    scales: Sequence[KVScales] | None = None,
+) -> ForcedRun:
+    """Asserts that the engine's logits are the reference's in prefill, in `num_decoded`
+    steps of decoding, and in both after a prefix-cache hit. Returns the first run."""
+    prompt_len = len(token_ids) - num_decoded
+    cold = forced_run(llm, token_ids, prompt_len, whole_prompt=True)
+    assert cold.num_cached_tokens == 0
+    run = FormatRun(model=model, formats=formats, scales=scales, stored=cold.states)
+    logits = run.logits(token_ids)
+    print(f"{run.flips} of {run.num_vectors} vectors at a tie")
+    assert run.not_ties == 0
+    # float16 has the most ties: its steps are hardly larger than SAME.
+    assert run.flips <= 0.1 * run.num_vectors
+    check_logits("prefill", cold.logits[:-num_decoded], logits[:-num_decoded])
+    check_logits("decode", cold.logits[-num_decoded:], logits[-num_decoded:])
+
+    hit = forced_run(llm, token_ids, prompt_len, whole_prompt=False)
+    start = hit.num_cached_tokens
+    block_size = llm.llm_engine.cache_config.block_size
+    assert start == (prompt_len - 1) // block_size * block_size
+    for layer, first in zip(hit.states, cold.states, strict=True):
+        for again, before in zip(layer, first, strict=True):
+            assert torch.equal(again[:start], before[:start])
+    run = FormatRun(
+        model=model, formats=formats, scales=scales, stored=hit.states, start=start
+    )
+    logits = run.logits(token_ids)[hit.first - start :]
+    assert run.not_ties == 0
+    check_logits("after a prefix-cache hit", hit.logits, logits)
+    return cold

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vllm import LLM, SamplingParams
-from vllm.v1.kv_formats import by_name
+from vllm.v1.kv_formats import KVScales, by_name
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -109,6 +109,7 @@ def stored_states(worker: Any, num_tokens: int) -> States:
                 layer.head_size,
                 layer.head_size_v,
                 torch.float32,
+                KVScales(k=layer._k_scale_float, v=layer._v_scale_float),
             )
         )
     return states
