@@ -33,17 +33,18 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class StructuredOutputsParams:
-    """The form that the output must have; exactly one of the first six is given."""
+    """The form that the output must have: one of json, regex, choice, grammar,
+    json_object and structural_tag."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    structural_tag: str | None = None
     _backend: str | None = dc_field(default=None, init=False)
     _backend_was_auto: bool = dc_field(default=False, init=False)
 

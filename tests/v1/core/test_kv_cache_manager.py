@@ -321,6 +321,39 @@ def test_blocks_by_group() -> None:
     assert single.get_blocks("a").get_unhashed_block_ids() == [3]
 
 
+def test_hits_are_cut_where_blocks_of_all_groups_end() -> None:
+    manager = make_manager(full(), full(8), num_blocks=40)
+    request = make_request("a", list(range(20)))
+    manager.allocate_slots(request, 20)
+    blocks = manager.get_blocks("a")
+    assert manager.truncate_computed_blocks(blocks, 8).get_block_ids() == ([1, 2], [6])
+    assert not any(manager.truncate_computed_blocks(blocks, 0).blocks)
+    with pytest.raises(ValueError, match=r"after 12 tokens: blocks of group 1 hold 8"):
+        manager.truncate_computed_blocks(blocks, 12)
+
+
+@pytest.mark.parametrize("mode", ["none", "all", "align"])
+def test_steps_within_held_blocks_take_nothing_even_from_an_empty_pool(
+    mode: str,
+) -> None:
+    specs = (full(), window(6), chunked(8), mamba(mode))
+    manager = make_manager(*specs, num_blocks=40)
+    request = make_request("a", list(range(5)), max_tokens=20)
+    manager.allocate_slots(request, 5)
+    request.num_computed_tokens = 5
+    request.status = RequestStatus.RUNNING
+    taken = manager.block_pool.get_new_blocks(manager.block_pool.get_num_free_blocks())
+    for token in range(3):  # 8 tokens fill two blocks
+        request.append_output_token_ids(token)
+        blocks = manager.allocate_slots(request, 1)
+        assert blocks is not None and not any(blocks.blocks)
+        request.num_computed_tokens += 1
+    request.append_output_token_ids(9)
+    assert manager.allocate_slots(request, 1) is None
+    manager.block_pool.free_blocks(taken)
+    assert manager.allocate_slots(request, 1) is not None
+
+
 @pytest.mark.parametrize(
     ("sizes", "given", "unit", "expected"),
     [

@@ -77,6 +77,11 @@ class KVCacheCoordinator(ABC):
         self.gives_back_early = any(
             manager.gives_back_early for manager in self.single_type_managers
         )
+        self._set_up()
+
+    @abstractmethod
+    def _set_up(self) -> None:
+        """Ends construction: a subclass checks what it is given and looks at groups."""
 
     def has_slots(
         self, request_id: str, num_tokens: int, num_encoder_tokens: int
@@ -228,8 +233,7 @@ class KVCacheCoordinator(ABC):
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """No caching, any number of groups: nothing is ever hit."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_up(self) -> None:
         if self.enable_caching:
             raise ValueError("this coordinator serves engines without prefix caching")
 
@@ -278,8 +282,7 @@ class _Kind:
 class UnitaryKVCacheCoordinator(KVCacheCoordinator):
     """One group."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_up(self) -> None:
         if len(self.single_type_managers) != 1:
             raise ValueError(
                 f"expected one KV cache group, got {len(self.single_type_managers)}"
@@ -307,8 +310,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     Lengths only shrink, so this ends.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _set_up(self) -> None:
         if self.use_eagle:
             raise ValueError("draft models are not served with several KV cache groups")
         kinds: list[_Kind] = []

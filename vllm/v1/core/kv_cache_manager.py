@@ -364,6 +364,22 @@ class KVCacheManager:
         """Wraps block lists; the empty ones share one object."""
         return KVCacheBlocks(blocks) if any(blocks) else self.empty_kv_cache_blocks
 
+    def truncate_computed_blocks(
+        self, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> KVCacheBlocks:
+        """The blocks of the first `num_computed_tokens` tokens of a hit. ValueError
+        unless blocks of all groups end there."""
+        managers = self.coordinator.single_type_managers
+        cut = []
+        for group, manager in zip(blocks.blocks, managers, strict=True):
+            if num_computed_tokens % manager.block_size:
+                raise ValueError(
+                    f"a hit cannot end after {num_computed_tokens} tokens: blocks of "
+                    f"group {manager.kv_cache_group_id} hold {manager.block_size}"
+                )
+            cut.append(list(group[: num_computed_tokens // manager.block_size]))
+        return self.create_kv_cache_blocks(tuple(cut))
+
     def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
         """Look-ups since the last call, or None when statistics are off."""
         if self.prefix_cache_stats is None:

@@ -3,6 +3,9 @@
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.request import Request
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
+
+__all__ = ["StructuredOutputGrammar", "StructuredOutputManager"]
 
 
 class StructuredOutputManager:
