@@ -1,7 +1,7 @@
 """The laws of docs/architecture.md as checks over source text.
 
 Each check takes a path (relative to the repository) and its source, and returns a list
-of violations in words. Kept apart from the tests, so that mutated sources can be checked.
+of violations in words. Apart from the tests, so that mutated sources can be checked.
 """
 
 import ast

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from vllm import envs
@@ -24,7 +24,7 @@ class VllmLogger(logging.Logger):
         _log_once(self, logging.WARNING, msg, args)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _log_once(
     logger: logging.Logger, level: int, msg: str, args: tuple[Any, ...]
 ) -> None:

@@ -38,7 +38,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request's prompt and its continuations so far; `finished` once all have ended."""
+    """A request's prompt and its continuations; `finished` once all have ended."""
 
     request_id: str
     prompt: str | None
@@ -53,7 +53,7 @@ class RequestOutput:
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
-        """Merges later news into this output: joined when `aggregate`, else replaced."""
+        """Merges later news: joined when `aggregate`, else replaced."""
         self.finished |= next_output.finished
         self.kv_transfer_params = next_output.kv_transfer_params
         for news in next_output.outputs:

@@ -8,7 +8,7 @@ from vllm.config.utils import config
 
 @config
 class CompilationConfig:
-    """`static_forward_context` maps a layer's name to the layer that owns a KV cache."""
+    """`static_forward_context` maps names to the layers that own a KV cache."""
 
     mode: Any = None
     level: int | None = None

@@ -34,8 +34,8 @@ LogprobsMode = Literal[
 class ModelConfig:
     """The model as asked for, and what its config file says about it.
 
-    After construction `dtype` is a torch dtype, `max_model_len` an int (or -1: as long as
-    the KV cache allows), and `hf_config` the Hugging Face config of the source.
+    After construction `dtype` is a torch dtype, `max_model_len` an int (or -1: as long
+    as the KV cache allows), and `hf_config` the Hugging Face config of the source.
     """
 
     model: str = "smollm2-135m"
@@ -87,8 +87,8 @@ class ModelConfig:
     def _no_weight_quantization(cls, value: str | None) -> str | None:
         if value not in (None, "gguf"):
             raise ValueError(
-                f"quantization {value!r} is not supported: expected none, or gguf, whose "
-                "weights are dequantised to the model dtype on loading"
+                f"quantization {value!r} is not supported: expected none, or gguf, "
+                "whose weights are dequantised to the model dtype on loading"
             )
         return value
 

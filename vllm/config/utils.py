@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass_transform(kw_only_default=True)
 def config(cls: type[T] | None = None, **settings: Any) -> Any:
-    """Makes a validated dataclass: unknown fields and wrong types are refused by name."""
+    """Makes a validated dataclass: unknown fields and wrong types are refused."""
     options = ConfigDict(extra="forbid", arbitrary_types_allowed=True, **settings)
 
     def wrap(target: type[T]) -> type[T]:

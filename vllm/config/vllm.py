@@ -1,4 +1,4 @@
-"""The whole configuration of an engine, and the one that is current while it is built."""
+"""The whole configuration of an engine, and which one is current while it is built."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ from vllm.config.utils import config
 
 @config
 class VllmConfig:
-    """All parts of the configuration. `model_config` may be None in tests of lower layers.
+    """All parts of the configuration. `model_config` may be None in tests.
 
     Raises ValueError when parts contradict each other.
     """

@@ -1,4 +1,4 @@
-"""Engine arguments: one dataclass for Python, the command line and the config objects."""
+"""Engine arguments: one dataclass for Python, the command line and the configs."""
 
 import argparse
 import dataclasses

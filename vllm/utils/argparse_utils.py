@@ -1,4 +1,4 @@
-"""An argument parser that takes dashes or underscores, dotted JSON keys and YAML files."""
+"""An argument parser: dashes or underscores, dotted JSON keys, YAML files."""
 
 import argparse
 import json

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class LogprobsLists(NamedTuple):
     """Logprobs of sampled tokens, on the host.
 
-    `logprob_token_ids` int [R, n+1], `logprobs` float [R, n+1] and `sampled_token_ranks`
-    int [R]; column 0 is the sampled token. `cu_num_generated_tokens` gives, for requests
-    that got several tokens, the first row of each.
+    `logprob_token_ids` int [R, n+1], `logprobs` float [R, n+1], `sampled_token_ranks`
+    int [R]; column 0 is the sampled token. `cu_num_generated_tokens` gives, for
+    requests that got several tokens, the first row of each.
     """
 
     logprob_token_ids: np.ndarray
@@ -45,7 +45,9 @@ class LogprobsTensors(NamedTuple):
     logprobs: torch.Tensor
     selected_token_ranks: torch.Tensor
 
-    def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> LogprobsLists:
+    def tolists(
+        self, cu_num_generated_tokens: list[int] | None = None
+    ) -> LogprobsLists:
         return LogprobsLists(
             self.logprob_token_ids.cpu().numpy(),
             self.logprobs.cpu().numpy(),
@@ -54,7 +56,9 @@ class LogprobsTensors(NamedTuple):
         )
 
     @staticmethod
-    def empty_cpu(num_positions: int, num_tokens_per_position: int) -> "LogprobsTensors":
+    def empty_cpu(
+        num_positions: int, num_tokens_per_position: int
+    ) -> "LogprobsTensors":
         """Uninitialised host tensors for `num_positions` rows."""
         shape = (num_positions, num_tokens_per_position)
         return LogprobsTensors(
@@ -121,7 +125,9 @@ class ModelRunnerOutput:
     req_id_to_index: dict[str, int]
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: LogprobsLists | None = None
-    prompt_logprobs_dict: dict[str, LogprobsTensors | None] = field(default_factory=dict)
+    prompt_logprobs_dict: dict[str, LogprobsTensors | None] = field(
+        default_factory=dict
+    )
     pooler_output: list[torch.Tensor | None] | None = None
     kv_connector_output: KVConnectorOutput | None = None
     ec_connector_output: ECConnectorOutput | None = None

@@ -86,7 +86,7 @@ class SchedulerStats:
 
 @dataclass
 class RequestStateStats:
-    """Times of one request. Wall-clock arrival; the rest on the core's monotonic clock."""
+    """Times of one request: wall-clock arrival, else the core's monotonic clock."""
 
     num_generation_tokens: int = 0
     arrival_time: float = 0.0

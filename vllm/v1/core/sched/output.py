@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 @dataclass
 class NewRequestData:
-    """A request that a worker sees for the first time. `block_ids` has one list a group."""
+    """A request new to the worker. `block_ids` has one list a group."""
 
     req_id: str
     prompt_token_ids: list[int] | None
@@ -60,8 +60,8 @@ class NewRequestData:
 class CachedRequestData:
     """News of requests that workers already know, entry i for `req_ids[i]`.
 
-    `new_block_ids[i]` extends the request's blocks, or replaces them when the request is
-    in `resumed_req_ids`; `all_token_ids` holds the tokens of those resumed requests.
+    `new_block_ids[i]` extends the request's blocks, or replaces them when the request
+    is in `resumed_req_ids`; `all_token_ids` holds the tokens of those resumed requests.
     """
 
     req_ids: list[str]
