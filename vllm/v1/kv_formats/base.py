@@ -76,6 +76,7 @@ class KVFormat(ABC):
     latent: ClassVar[bool] = False  # only a latent record, never K and V
     latent_capable: ClassVar[bool] = True  # may hold a latent besides K and V
     opaque: ClassVar[bool] = False
+    per_tensor_scales: ClassVar[bool] = False  # applies the KVScales of the layer
     align: ClassVar[int] = 1
     # Layers at each end of a model that this format leaves dense unless told otherwise.
     default_dense_boundary_layers: ClassVar[int] = 0

@@ -22,6 +22,7 @@ class Fp8PerTensor(KVFormat):
     typed: bool = False  # the cache tensor has the fp8 type instead of uint8
     mode: KVQuantMode = KVQuantMode.FP8_PER_TENSOR
 
+    per_tensor_scales = True
     nonfinite = "NaN is kept as NaN, infinities saturate"
 
     def storage_dtype(self, model_dtype: torch.dtype) -> torch.dtype:

@@ -74,6 +74,7 @@ class NvFp4(KVFormat):
 
     arrangements = (DEFAULT_ARRANGEMENT, LINEAR)
     latent_capable = False
+    per_tensor_scales = True
     fits = f"head sizes that are multiples of {GROUP}, equal for K and V"
 
     def check_head_size(self, head_size: int, head_size_v: int) -> None:

@@ -11,7 +11,11 @@ import torch
 from torch import nn
 
 from vllm.config import CacheConfig, VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_formats import by_name
+
+logger = init_logger(__name__)
 
 SLIDING_WINDOW = "sliding_window"  # in kv_cache_dtype_skip_layers: every windowed layer
 
@@ -21,13 +25,16 @@ _LAYER_INDEX = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 class KVCacheLayer(nn.Module, AttentionLayerBase):
     """A layer that registers itself under `layer_name` and holds scales of K and V.
 
-    A subclass sets `layer_name`, `impl` and `model_dtype`, then calls `_own_cache`.
+    A subclass sets `layer_name`, `impl`, `model_dtype` and `kv_cache_dtype`, then calls
+    `_own_cache`.
     """
 
     layer_name: str
     model_dtype: torch.dtype
+    kv_cache_dtype: str
 
     def _own_cache(self, vllm_config: VllmConfig) -> None:
+        self._has_scales = False
         self.kv_cache: torch.Tensor = torch.empty(0, device="cpu")
         self._set_scale("k", 1.0)
         self._set_scale("v", 1.0)
@@ -54,6 +61,7 @@ class KVCacheLayer(nn.Module, AttentionLayerBase):
                 "it from the checkpoint or calibrate again"
             )
         self._set_scale(which, scale)
+        self._has_scales = True
 
     def _set_scale(self, which: str, scale: float) -> None:
         setattr(self, f"_{which}_scale_float", scale)
@@ -62,6 +70,12 @@ class KVCacheLayer(nn.Module, AttentionLayerBase):
 
     def process_weights_after_loading(self) -> None:
         """Lets the backend prepare what it derives from the layer."""
+        if by_name(self.kv_cache_dtype).per_tensor_scales and not self._has_scales:
+            logger.warning_once(
+                "KV cache dtype %s: the checkpoint has no k_scale and v_scale, so 1.0 "
+                "is used, and K and V beyond the range of the format are clamped",
+                self.kv_cache_dtype,
+            )
         self.impl.process_weights_after_loading(self.model_dtype)
 
 
