@@ -23,6 +23,7 @@ STATE_LAYER_TYPES = frozenset(
 
 # HF architecture -> "module:Class", resolved only for the model being loaded.
 ARCHITECTURES: dict[str, str | type[Any]] = {
+    "BambaForCausalLM": "vllm.model_executor.models.bamba:BambaForCausalLM",
     "DeepseekV2ForCausalLM": f"{_DEEPSEEK}:DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM": f"{_DEEPSEEK}:DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM": f"{_GEMMA}:Gemma2ForCausalLM",
