@@ -87,6 +87,7 @@ struct StoreArgs {
   Rows key;                        // [tokens, heads, head_size]
   Rows value;                      // [tokens, heads, head_size_v]
   const int64_t* slot_mapping;     // [num_tokens]; outside the cache: skipped
+  const float* signs;              // [key.size] of a rotation of the key, or null
   int32_t num_tokens;
   int32_t cell_format;
   float k_scale;                   // per tensor, of quantised formats

@@ -20,7 +20,7 @@ struct Tiles {
     for (int tile = 0; tile < kLatent; tile += kTile) {
       const F scale = set1(scales[tile / kTile]);
       for (int i = tile; i < tile + kTile; i += kLanes) {
-        put<kDType>(row, i, mul(e4m3(load_bytes(cell + i)), scale));
+        put<kDType>(row, i, mul(finite_e4m3(load_bytes(cell + i)), scale));
       }
     }
     const uint8_t* const rope = cell + kFormat.rope_offset();
@@ -28,7 +28,8 @@ struct Tiles {
       put<kDType>(row, kLatent + i, load_as_float<kBFloat16>(rope + i * 2));
     }
   }
-  static void encode(const CodingArgs& a, const float* x, uint8_t* cell) {
+  static void encode(const CodingArgs& a, const float* __restrict x,
+                     uint8_t* __restrict cell) {
     float scales[kFormat.nope_scale_count()];
     for (int tile = 0; tile < kLatent; tile += kTile) {
       const float wanted = largest_size(x + tile, kTile) / 448.f;
@@ -82,7 +83,8 @@ struct Groups {
       put<kDType>(row, kLatent + i, e4m3(load_bytes(rope + i)));
     }
   }
-  static void encode(const CodingArgs&, const float* x, uint8_t* cell) {
+  static void encode(const CodingArgs&, const float* __restrict x,
+                     uint8_t* __restrict cell) {
     uint8_t codes[kGroups];
     for (int group = 0; group < kGroups; ++group) {
       const float wanted = largest_size(x + group * kGroup, kGroup) / 6.f;

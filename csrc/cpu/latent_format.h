@@ -32,13 +32,15 @@ struct LatentFormat {
 
 constexpr int kMaxLatent = 1024;  // elements that a store takes
 
-// NaN as 0, and nothing so large that it overflows on the way back.
-VLLM_INLINE float finite(float x) {
-  constexpr float kLimit = 0x1p127f;
-  const float y = x < kLimit ? x : kLimit;
-  const float z = y > -kLimit ? y : -kLimit;
+// NaN as 0, and nothing beyond the limit.
+VLLM_INLINE float finite_below(float x, float limit) {
+  const float y = x < limit ? x : limit;
+  const float z = y > -limit ? y : -limit;
   return x == x ? z : 0.f;
 }
+
+// So that nothing overflows on the way back.
+VLLM_INLINE float finite(float x) { return finite_below(x, 0x1p127f); }
 
 VLLM_INLINE float largest_size(const float* x, int count) {
   float largest = 0.f;
@@ -51,7 +53,14 @@ VLLM_INLINE float largest_size(const float* x, int count) {
 
 template <int kDType>
 VLLM_INLINE void put(void* row, int elem, F x) {
-  store_from_float<kDType>(static_cast<uint8_t*>(row) + elem * dtype_bytes(kDType), x);
+  uint8_t* const to = static_cast<uint8_t*>(row) + elem * dtype_bytes(kDType);
+#if defined(__AVX512BF16__)
+  if constexpr (kDType == kBFloat16) {  // flushes subnormal numbers
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(x));
+    return;
+  }
+#endif
+  store_from_float<kDType>(to, x);
 }
 
 // Of any cell format; null for dense ones and those of no latent.

@@ -14,8 +14,11 @@ struct Fp8 {
       put<kDType>(row, i, mul(kFloat(load_bytes(cell + i)), scale));
     }
   }
-  static void encode(const CodingArgs& a, const float* x, uint8_t* cell) {
-    for (int i = 0; i < a.size; ++i) cell[i] = static_cast<uint8_t>(kCode(x[i] / a.scale));
+  static void encode(const CodingArgs& a, const float* __restrict x,
+                     uint8_t* __restrict cell) {
+    const int size = a.size;
+    const float scale = a.scale;
+    for (int i = 0; i < size; ++i) cell[i] = static_cast<uint8_t>(kCode(x[i] / scale));
   }
   static int64_t cell_bytes(int size) { return Format{size, 0}.state_bytes(); }
   static constexpr LatentFormat format() {

@@ -45,14 +45,16 @@ struct Bytes {
       put<kDType>(row, i, mul(kFloat(load_bytes(cell + i)), scale));
     }
   }
-  static void encode(const CodingArgs& a, const float* x, uint8_t* cell) {
-    const float wanted = largest_size(x, a.size) / static_cast<float>(kLimit);
+  static void encode(const CodingArgs& a, const float* __restrict x,
+                     uint8_t* __restrict cell) {
+    const int size = a.size;
+    const float wanted = largest_size(x, size) / static_cast<float>(kLimit);
     const float scale = wanted > kMinScale ? wanted : kMinScale;
     const float factor = 1.f / scale;
-    for (int i = 0; i < a.size; ++i) {
+    for (int i = 0; i < size; ++i) {
       cell[i] = static_cast<uint8_t>(kCode(finite(x[i]) * factor));
     }
-    put_scale<Format>(cell, a.size, scale);
+    put_scale<Format>(cell, size, scale);
   }
   static int64_t cell_bytes(int size) { return Format{size, 0}.state_bytes(); }
   static constexpr LatentFormat format() {
@@ -70,10 +72,12 @@ struct Nibbles {
     return above < kMaxCode ? above : kMaxCode;
   }
 
-  static void encode(const CodingArgs& a, const float* x, uint8_t* cell) {
+  static void encode(const CodingArgs& a, const float* __restrict x,
+                     uint8_t* __restrict cell) {
+    const int size = a.size;
     float low = 0.f;
     float high = 0.f;
-    for (int i = 0; i < a.size; ++i) {
+    for (int i = 0; i < size; ++i) {
       low = x[i] < low ? x[i] : low;
       high = x[i] > high ? x[i] : high;
     }
@@ -81,7 +85,7 @@ struct Nibbles {
     const float scale = wanted > kMinScale ? wanted : kMinScale;
     const float zero = clipped(rounded(-low / scale));
     const float factor = 1.f / scale;
-    for (int i = 0; i < a.size; i += 2) {
+    for (int i = 0; i < size; i += 2) {
       const float even = clipped(rounded(x[i] * factor + zero));
       const float odd = clipped(rounded(x[i + 1] * factor + zero));
       cell[i / 2] = static_cast<uint8_t>(static_cast<int>(even) |
@@ -92,7 +96,7 @@ struct Nibbles {
     word = (word & ~kZeroPoint) | static_cast<uint32_t>(zero);
     float marked;
     memcpy(&marked, &word, sizeof marked);
-    put_scale<Format>(cell, a.size, marked);
+    put_scale<Format>(cell, size, marked);
   }
 
   template <int kDType>
@@ -120,7 +124,7 @@ const LatentFormat* per_token_head_latent(int32_t cell_format) {
   static constexpr LatentFormat with_int8 =
       Bytes<kv_formats::int8_per_token_head, int8, int8_code, 127>::format();
   static constexpr LatentFormat with_fp8 =
-      Bytes<kv_formats::fp8_per_token_head, e4m3, e4m3_code, 448>::format();
+      Bytes<kv_formats::fp8_per_token_head, finite_e4m3, e4m3_code, 448>::format();
   static constexpr LatentFormat with_int4 = Nibbles::format();
   switch (cell_format) {
     case kLatentInt8PerToken: return &with_int8;

@@ -11,25 +11,37 @@ namespace vllm_cpu::VLLM_ISA {
 typedef uint32_t Codes __attribute__((vector_size(kLanes * 4)));
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 
-// kLanes bytes, one per lane.
+// kLanes bytes, one per lane; and kLanes nibbles, the low one of a byte first. Written
+// per instruction set: compilers widen vectors of bytes one by one.
+#if defined(__AVX512BF16__)
 VLLM_INLINE Codes load_bytes(const uint8_t* p) {
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  Bytes bytes;
-  memcpy(&bytes, p, sizeof bytes);
-  return __builtin_convertvector(bytes, Codes);
+  return (Codes)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
-
-// kLanes nibbles, the low one of a byte first.
 VLLM_INLINE Codes load_nibbles(const uint8_t* p) {
-  typedef uint8_t Packed __attribute__((vector_size(kLanes / 2)));
-  typedef uint16_t Wide __attribute__((vector_size(kLanes)));
-  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-  Packed packed;
-  memcpy(&packed, p, sizeof packed);
-  const Wide wide = __builtin_convertvector(packed, Wide);
-  const Wide parted = (wide | wide << 4) & 0x0f0f;  // a nibble in each byte
-  return __builtin_convertvector((Bytes)parted, Codes);
+  const __m128i packed = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i wide = _mm_cvtepu8_epi16(packed);
+  const __m128i parted = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)),
+                                       _mm_set1_epi16(0x0f0f));
+  return (Codes)_mm512_cvtepu8_epi32(parted);
 }
+#elif defined(__AVX2__)
+VLLM_INLINE Codes load_bytes(const uint8_t* p) {
+  return (Codes)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+VLLM_INLINE Codes load_nibbles(const uint8_t* p) {
+  int32_t packed;
+  memcpy(&packed, p, sizeof packed);
+  const __m128i wide = _mm_cvtepu8_epi16(_mm_cvtsi32_si128(packed));
+  const __m128i parted = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)),
+                                       _mm_set1_epi16(0x0f0f));
+  return (Codes)_mm256_cvtepu8_epi32(parted);
+}
+#else
+VLLM_INLINE Codes load_bytes(const uint8_t* p) { return Codes{p[0], p[1], p[2], p[3]}; }
+VLLM_INLINE Codes load_nibbles(const uint8_t* p) {
+  return Codes{p[0] & 15u, p[0] >> 4, p[1] & 15u, p[1] >> 4};
+}
+#endif
 
 VLLM_INLINE F floats_of(Codes bits) { return (F)bits; }
 
@@ -46,6 +58,9 @@ VLLM_INLINE Codes small_float(Codes code) {
   const Codes scaled = (Codes)(magnitude * factor.value);
   return scaled | ((code & kSign) << (32 - kBits));
 }
+
+// Of a format that stores no NaN.
+VLLM_INLINE F finite_e4m3(Codes code) { return floats_of(small_float<8, 3, 7>(code)); }
 
 VLLM_INLINE F e4m3(Codes code) {
   const Codes value = small_float<8, 3, 7>(code);

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from tqdm.auto import tqdm
 
+from vllm.benchmarks import latent_attention
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.math_utils import cdiv
 from vllm.utils.mem_constants import MiB_bytes
@@ -183,6 +184,8 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
     add("--prefill-tokens", type=int, default=512, help="new tokens; 0: no prefill")
     add("--cache-mib", type=int, default=256, help="bytes of the decoded caches, MiB")
     add("--repetitions", type=int, default=9, help="counted calls")
+    add("--mla", action="store_true", help="one latent per token instead of K and V")
+    add("--mla-heads", type=int, default=16, help="query heads of a latent")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -190,6 +193,8 @@ def run(args: argparse.Namespace) -> int:
     if not cpu_kernels.available():
         print(f"nothing to measure: {cpu_kernels.why_unavailable()}")
         return 1
+    if args.mla:
+        return latent_attention.run(args)
     shape = Shape(
         kv_heads=args.num_kv_heads,
         group=args.group_size,

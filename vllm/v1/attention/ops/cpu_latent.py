@@ -5,6 +5,7 @@ its checks are `cpu_kernels`'.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -23,7 +24,7 @@ from vllm.v1.attention.ops.cpu_kernels import (
     vector_at,
 )
 from vllm.v1.kv_formats import KVFormat
-from vllm.v1.kv_formats.hadamard import block_size, inverse_rht, rht
+from vllm.v1.kv_formats.hadamard import block_size, rht, rht_signs
 
 # Elements that the kernels take at once, of the latent and of its rotary part, and the
 # most there may be.
@@ -87,14 +88,14 @@ def store_latents(
             "tokens of one head"
         )
     cell_bytes = fmt.layout(head_size, 0, latents.dtype).nbytes
-    if latent.rotated:
-        latents = fmt.rotated(latents[:tokens])
+    signs = _signs(head_size) if latent.rotated else None
     key = rows_of("latents", latents)
     args = StoreArgs(
         pages_of(pages, cell_bytes, f"{fmt.format_id} latents of {head_size}"),
         key,
         rows_of("latents", latents[..., :0]),
         vector_at("slot_mapping", slot_mapping, torch.int64),
+        None if signs is None else signs.data_ptr(),
         tokens,
         latent.number,
         k_scale,
@@ -135,8 +136,7 @@ def latent_attention(
     latent = _LATENTS[fmt.format_id]
     target = out
     if latent.rotated:
-        rotated = rht(query.float()).div_(block_size(head_size))
-        query, target = rotated.to(query.dtype), torch.empty_like(out)
+        query, target = _rotated(query), torch.empty_like(out)
     cell_bytes = fmt.layout(head_size, 0, query.dtype).nbytes
     args = AttentionArgs(
         rows_of("out", target),
@@ -161,6 +161,31 @@ def latent_attention(
     )
     raise_for(library().attention(args))
     if latent.rotated:
-        rest = target.new_zeros((*target.shape[:2], head_size - target.shape[-1]))
-        whole = inverse_rht(torch.cat([target, rest], dim=-1).float())
-        out.copy_(whole[..., : out.shape[-1]])
+        out.copy_(_unrotated(target, head_size))
+
+
+@lru_cache(maxsize=16)
+def _signs(head_size: int) -> torch.Tensor:
+    return rht_signs(head_size).contiguous()
+
+
+@lru_cache(maxsize=16)
+def _rotation(head_size: int) -> torch.Tensor:
+    """[b, b]: what `rht` does to a block, as a matrix that keeps lengths."""
+    block = block_size(head_size)
+    return rht(torch.eye(block)) / block**0.5
+
+
+def _rotated(query: torch.Tensor) -> torch.Tensor:
+    """Queries whose products with rotated latents are those with the latents."""
+    size = query.shape[-1]
+    matrix = _rotation(size) / block_size(size) ** 0.5
+    blocks = query.float().unflatten(-1, (-1, len(matrix)))
+    return (blocks @ matrix).flatten(-2).to(query.dtype)
+
+
+def _unrotated(values: torch.Tensor, head_size: int) -> torch.Tensor:
+    """Sums of rotated latents' first blocks, rotated back."""
+    matrix = _rotation(head_size).T / block_size(head_size) ** 0.5
+    blocks = values.float().unflatten(-1, (-1, len(matrix)))
+    return (blocks @ matrix).flatten(-2)
