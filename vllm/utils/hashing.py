@@ -48,7 +48,7 @@ _HASH_FNS: dict[str, HashFn] = {
 
 
 def get_hash_fn_by_name(hash_fn_name: str) -> HashFn:
-    """The hash function of a `--prefix-caching-hash-algo` name; ValueError otherwise."""
+    """The function of a `--prefix-caching-hash-algo` name; ValueError otherwise."""
     if hash_fn_name not in _HASH_FNS:
         raise ValueError(
             f"unknown hash function {hash_fn_name!r}: expected one of "

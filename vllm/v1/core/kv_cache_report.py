@@ -1,4 +1,4 @@
-"""What a KV-cache plan holds, for start-up, `vllm kv-plan` and tests: one set of numbers.
+"""What a KV-cache plan holds: one set of numbers for start-up and `vllm kv-plan`.
 
 Knows plans and specs. Every byte comes from a spec, every capacity from the planner.
 """
