@@ -11,6 +11,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flashinfer import FlashInferBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
@@ -186,8 +187,9 @@ def test_attention_pages_grow_to_a_recurrent_state(cache_dtype, block_size, padd
 @pytest.mark.parametrize(
     ("cache_dtype", "block_size"), [("auto", 1920), ("fp8", 3840), ("fp8_ds_mla", 3328)]
 )
-def test_latent_pages_are_priced_by_what_they_store(cache_dtype, block_size):
-    latent = Layer(TritonMLABackend, cache_dtype, heads=1, head_size=576, mla=True)
+@pytest.mark.parametrize("backend", [TritonMLABackend, CPUMLABackend])
+def test_latent_pages_are_priced_by_what_they_store(cache_dtype, block_size, backend):
+    latent = Layer(backend, cache_dtype, heads=1, head_size=576, mla=True)
     cache = settled(latent, StateLayer(torch.float32))
     assert cache.block_size == block_size
 
