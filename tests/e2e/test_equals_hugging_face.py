@@ -3,8 +3,8 @@
 SmolLM2 in float32: 32 prompts of English, 64 tokens each, over one set of weights.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ CHUNK = 64
 FEW_BLOCKS = 80  # of 16 tokens; the 32 requests together need more than 200
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-Engine = Callable[..., AbstractContextManager[LLM]]
 
 
 @pytest.fixture(scope="module")
