@@ -78,8 +78,6 @@ class KVFormat(ABC):
     opaque: ClassVar[bool] = False
     per_tensor_scales: ClassVar[bool] = False  # applies the KVScales of the layer
     align: ClassVar[int] = 1
-    # Layers at each end of a model that this format leaves dense unless told otherwise.
-    default_dense_boundary_layers: ClassVar[int] = 0
     # Layers at each end of a model that stay dense unless the user says otherwise.
     default_dense_boundary_layers: ClassVar[int] = 0
     fits: ClassVar[str] = "any head size"

@@ -43,7 +43,6 @@ class TurboQuant(KVFormat):
     align = 2
     latent_capable = False
     default_dense_boundary_layers = 2
-    default_dense_boundary_layers = 2
     fits = "any head size of K and V heads (it stores no MLA latent)"
 
     @property
