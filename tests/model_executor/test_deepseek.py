@@ -45,7 +45,7 @@ def test_logits_equal_hf_in_one_prefill_in_chunks_and_in_decode(
     torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["v2", "v3"])
+@pytest.mark.parametrize("name", ["v2", "v3", "v2-real-latent", "v3-real-latent"])
 def test_bf16_stays_close_to_hf(name: str, ids: list[int], tmp_path: Path) -> None:
     model = deepseek_model(name)
     config = engine_config(saved(model, tmp_path), dtype="bfloat16")
