@@ -83,9 +83,8 @@ def prompt_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
     with recorded_logits(llm) as recorded:
         prompt = TokensPrompt(prompt_token_ids=token_ids)
         llm.generate([prompt], params, use_tqdm=False)
-    # Positions come in chunks; the sampled position is computed once more for the
-    # sampler, after the chunk that already holds it or instead of it.
-    return torch.cat(recorded)[: len(token_ids)]
+    # Prompt positions come chunk by chunk; the last one's logits are the sampler's.
+    return torch.cat(recorded)
 
 
 def compare(
