@@ -33,6 +33,8 @@ from tests.e2e.tiny import (
     vocabulary,
 )
 from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.kv_plan import plan_without_weights
 from vllm.model_executor.models.transformers_probe import reach_of
 
 NUM_TOKENS = 8
@@ -215,6 +217,20 @@ def test_an_unknown_implementation_lists_the_known_ones(tmp_path: Path) -> None:
         ModelConfig(model=str(tmp_path), model_impl="terratorch")
     with pytest.raises(ValueError, match=r"Olmo2ForCausalLM.*not supported"):
         ModelConfig(model=str(tmp_path), model_impl="vllm")
+
+
+@pytest.mark.parametrize("name", ["cohere2", "olmoe", "gpt2"])
+def test_the_plan_without_weights_is_the_engines(name: str, tmp_path: Path) -> None:
+    save_tiny(SERVED[name][0], tmp_path)
+    settings: dict[str, Any] = {"kv_cache_dtype": "fp8"}
+    args = EngineArgs(
+        model=str(tmp_path), dtype="float32", kv_cache_memory_bytes=16 << 20, **settings
+    )
+    plan = plan_without_weights(args)
+    with engine(tmp_path, **settings) as llm:
+        cache = llm.llm_engine.cache_config
+        assert plan.num_blocks == cache.num_gpu_blocks
+        assert plan.capacity_tokens == cache.kv_cache_size_tokens
 
 
 class _Chunks:

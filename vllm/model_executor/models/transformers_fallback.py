@@ -7,6 +7,7 @@ is refused by name.
 
 import copy
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class _Given(nn.Module):
         return _Outputs(last_hidden_state=self.hidden)
 
 
+def _hidden(body: nn.Module, ids: Any, positions: torch.Tensor, **inputs: Any) -> Any:
+    """ids and positions [1, T] -> hidden states [1, T, hidden]."""
+    return body(input_ids=ids, position_ids=positions, use_cache=False, **inputs)[0]
+
+
 class TransformersForCausalLM(nn.Module):
     """`forward` and `compute_logits` as every model here has them.
 
@@ -74,6 +80,9 @@ class TransformersForCausalLM(nn.Module):
         self.dtype = model_config.dtype
         names = [n for n in model_config.architectures if n != type(self).__name__]
         self.name = names[0] if names else type(self.config).__name__
+        self.facts: list[tuple[Any, ...]] = []
+        self.attention = nn.ModuleList()
+        self._register_layers()
 
     def _refusal(self, why: Any) -> ValueError:
         return ValueError(
@@ -82,22 +91,40 @@ class TransformersForCausalLM(nn.Module):
             "architectures that this engine implements"
         )
 
+    def _register_layers(self) -> None:
+        """Asks a model without storage what its layers do, so that they are known, or
+        refused, before a weight is read."""
+        with torch.device("meta"):
+            shell = self._built({}, experts_implementation="batched_mm").eval()
+        self._fix_ropes(shell)
+        try:
+            calls = self._calls(shell, torch.device("meta"))
+        except (RuntimeError, NotImplementedError):  # it looks at values: ask later
+            return
+        self._make_layers(calls)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Builds the model from the checkpoint's tensors by name; without any, with
         random ones. Returns the names. Raises ValueError for names that do not fit."""
         tensors = dict(weights)
-        self.hf = self._built(tensors).eval().requires_grad_(False)
-        self.base_name = self._base_name()
-        self._fix_ropes()
-        self._bind_attention()
+        device = self.vllm_config.device_config.device
+        self.hf = self._built(tensors).to(device).eval().requires_grad_(False)
+        self._fix_ropes(self.hf)
+        self.base_name = self._base_name(self.hf)
+        self._bind_layers(self._calls(self.hf, device))
+        if depends_on_place(self._run, device):
+            raise self._refusal(
+                "its outputs depend on where a sequence lies in the batch: a layer "
+                "mixes tokens outside of attention, or counts positions by itself"
+            )
         # The whole model with its body taken out: it shares the head's modules.
         self.head = copy.copy(self.hf)
         self.head._modules = {**self.hf._modules, self.base_name: _Given()}
         return set(tensors)
 
-    def _built(self, tensors: dict[str, torch.Tensor]) -> Any:
+    def _built(self, tensors: dict[str, torch.Tensor], **options: Any) -> Any:
         config = copy.deepcopy(self.config)
-        how = {"attn_implementation": IMPLEMENTATION, "dtype": self.dtype}
+        how = {"attn_implementation": IMPLEMENTATION, "dtype": self.dtype, **options}
         try:
             if not tensors:
                 return AutoModelForCausalLM.from_config(config, **how)
@@ -121,60 +148,66 @@ class TransformersForCausalLM(nn.Module):
                 )
         return model
 
-    def _base_name(self) -> str:
+    def _base_name(self, model: Any) -> str:
         """The child of the model that turns ids into hidden states."""
-        children = dict(self.hf.named_children())
-        if self.hf.base_model_prefix in children:
-            return str(self.hf.base_model_prefix)
+        children = dict(model.named_children())
+        if model.base_model_prefix in children:
+            return str(model.base_model_prefix)
         bodies = [n for n, m in children.items() if isinstance(m, PreTrainedModel)]
         if len(bodies) != 1:
             raise self._refusal("it has no base model under its head")
         return bodies[0]
 
-    def _fix_ropes(self) -> None:
+    def _fix_ropes(self, model: Any) -> None:
         """Chooses the frequencies that vary with the length once, for the longest."""
         length = positions_needed(self.vllm_config)
-        for module in self.hf.modules():
+        for module in model.modules():
             kind = getattr(module, "rope_type", None)
-            if isinstance(kind, dict) and any(
-                k in _VARYING_ROPES for k in kind.values()
-            ):
+            kinds = kind.values() if isinstance(kind, dict) else [kind]
+            if not set(kinds).intersection(_VARYING_ROPES):
+                continue
+            if isinstance(kind, dict):
                 raise self._refusal(f"its rotations vary per kind of layer ({kind})")
-            if kind in _VARYING_ROPES:
-                frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
-                    module.config, module.inv_freq.device, seq_len=length
-                )
-                module.inv_freq.copy_(frequencies)
-                module.attention_scaling = factor
-                module.rope_type = "default"
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
+                module.config, module.inv_freq.device, seq_len=length
+            )
+            module.inv_freq.copy_(frequencies)
+            module.attention_scaling = factor
+            module.rope_type = "default"
 
-    def _bind_attention(self) -> None:
-        """Gives every attention module an `Attention` with what it was seen to do."""
-        device = self.vllm_config.device_config.device
+    def _calls(self, model: Any, device: torch.device) -> list[AttentionCall]:
+        """One call of attention for each layer, in order."""
+        body = model._modules[self._base_name(model)]
         try:
-            calls = attention_calls(self._run, self.config, device)
+            calls = attention_calls(partial(_hidden, body), self.config, device)
         except ValueError as error:
             raise self._refusal(error) from error
-        modules, layers = {id(call.module) for call in calls}, self._num_layers()
+        modules = {id(call.module) for call in calls}
+        layers = int(self.config.num_hidden_layers)
         if not len(modules) == len(calls) == layers:
             raise self._refusal(
                 f"its {layers} layers call a replaceable attention function "
                 f"{len(calls)} times, not once each"
             )
-        if depends_on_place(self._run, device):
-            raise self._refusal(
-                "its outputs depend on where a sequence lies in the batch: a layer "
-                "mixes tokens outside of attention, or counts positions by itself"
-            )
-        with set_current_vllm_config(self.vllm_config):
-            self.attention = nn.ModuleList(
-                self._layer(index, call) for index, call in enumerate(calls)
-            )
+        return calls
+
+    def _make_layers(self, calls: list[AttentionCall]) -> None:
+        self.facts = [call.facts for call in calls]
+        self.attention = nn.ModuleList(
+            self._layer(index, call) for index, call in enumerate(calls)
+        )
+
+    def _bind_layers(self, calls: list[AttentionCall]) -> None:
+        """Gives every attention module the layer that does what it was seen to do."""
+        if not self.attention:
+            with set_current_vllm_config(self.vllm_config):
+                self._make_layers(calls)
+        if [call.facts for call in calls] != self.facts:
+            raise self._refusal("its attention changes with its weights")
         for call, layer in zip(calls, self.attention, strict=True):
             call.module.__dict__[LAYER] = layer
-
-    def _num_layers(self) -> int:
-        return int(self.config.num_hidden_layers)
+            if call.sinks is not None:
+                layer.impl.sinks = call.sinks.detach().float()
 
     def _layer(self, index: int, call: AttentionCall) -> Attention:
         attention_cls: type[Attention] = Attention
@@ -200,8 +233,7 @@ class TransformersForCausalLM(nn.Module):
             **extra,
         )
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, **inputs: Any) -> Any:
-        """ids and positions [1, T] -> hidden states [1, T, hidden]."""
+    def _run(self, ids: Any, positions: torch.Tensor, **inputs: Any) -> Any:
         body = self.hf._modules[self.base_name]
         return body(input_ids=ids, position_ids=positions, use_cache=False, **inputs)[0]
 

@@ -43,6 +43,12 @@ class AttentionCall:
     soft_cap: float | None
     sinks: torch.Tensor | None
 
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """All but the module and its weights."""
+        values = vars(self).items()
+        return tuple(v for name, v in values if name not in ("module", "sinks"))
+
 
 @dataclass
 class _Probe:
@@ -86,15 +92,20 @@ AttentionInterface.register(IMPLEMENTATION, attend)
 
 
 def attention_calls(
-    run: Callable[[torch.Tensor, torch.Tensor], Any], config: Any, device: Any
+    run: Callable[..., Any], config: Any, device: torch.device
 ) -> list[AttentionCall]:
     """The calls of one forward pass, in order. `run(ids, positions)` takes [1, T].
+
+    On the meta device it also gets an `attention_mask` of ones, or transformers would
+    look for packed sequences in the values of the positions.
 
     Raises ValueError for attention that pages cannot serve.
     """
     probe = _Probe([3])
+    ids, positions = _batch([[0, 1, 2]], device)
+    extra = {"attention_mask": torch.ones_like(ids)} if device.type == "meta" else {}
     with _probing(probe), _masks_that_tell(config), torch.no_grad():
-        run(*_batch([[0, 1, 2]], device))
+        run(ids, positions, **extra)
     return probe.calls
 
 
@@ -150,10 +161,10 @@ def _masks_that_tell(config: Any) -> Iterator[None]:
 
 def reach_of(mask_function: Callable[..., Any], config: Any) -> _Reach:
     """Window or chunk of a mask function (batch, head, query, key) -> visible."""
-    zero = torch.tensor(0)
 
     def sees(query: int, key: int) -> bool:
-        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+        at = torch.tensor([0, 0, query, key], device="cpu")
+        return bool(mask_function(*at.unbind()))
 
     if sees(0, 1):
         raise ValueError("its tokens attend to later ones")
