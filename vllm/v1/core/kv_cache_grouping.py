@@ -65,6 +65,8 @@ def get_kv_cache_groups(
         return _get_kv_cache_groups_uniform_groups(packed)
     hidden = {n: s for n, s in specs.items() if isinstance(s, HiddenStateCacheSpec)}
     others = {n: s for n, s in specs.items() if n not in hidden}
+    if not others:
+        others, hidden = dict(hidden), {}
     try:
         unified = unify_kv_cache_spec_page_size(others)
     except PageUnificationError:
@@ -167,7 +169,7 @@ def _add_hidden_state_groups(
     """Adds groups of hidden-state layers, whose pages take the size of the others'.
 
     A block of theirs divides every other block. If one token does not fit a page, the
-    blocks of all groups grow first.
+    blocks of all groups grow first. An alignment of their own gives way to the page.
     """
     per_token = max(
         replace(
@@ -192,7 +194,7 @@ def _add_hidden_state_groups(
         block,
     )
     resized: dict[str, KVCacheSpec] = {
-        name: replace(spec, block_size=block, page_size_padded=page)
+        name: replace(spec, block_size=block, page_size_padded=page, alignment=None)
         for name, spec in hidden.items()
     }
     size = max(len(group.layer_names) for group in groups)
@@ -263,9 +265,11 @@ def _get_kv_cache_groups_uniform_groups(
         for name, spec in group.kv_cache_specs.items():
             by_page[spec.page_size_bytes].append(name)
         if any(len(names) != count for names in by_page.values()):
+            found = "; ".join(f"{p} bytes: {', '.join(n)}" for p, n in by_page.items())
             raise SpecError(
-                "window layers of one group need equally many layers of each page "
-                f"size, got { ({page: len(names) for page, names in by_page.items()}) }"
+                "latent layers with one window need equally many layers of each page "
+                f"size, but have {found}. Give them one KV cache dtype: change "
+                "--kv-cache-dtype-skip-layers"
             )
         columns = list(zip(*by_page.values(), strict=True))
         splits = cdiv(count, tuples)
