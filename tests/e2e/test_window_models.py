@@ -25,6 +25,8 @@ from tests.e2e.tiny import (
     vocabulary,
 )
 from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.kv_plan import plan_without_weights
 from vllm.v1.kv_formats import all_formats, by_name
 
 WINDOW = 24
@@ -144,6 +146,47 @@ def test_the_report_of_tokens_is_the_sum_over_both_kinds(
         need = length // 16 + 2 * windowed
         assert cache.kv_cache_max_concurrency == pytest.approx(blocks / need)
         assert cache.kv_cache_size_tokens == int(length * blocks / need)
+
+
+@pytest.mark.parametrize(
+    ("skip", "dense"),
+    [
+        (["sliding_window"], {0, 1, 3, 4}),
+        (["5", "sliding_window"], {0, 1, 3, 4, 5}),
+        (["1-3", "0"], {0, 1, 2, 3}),
+        (["0,4-5"], {0, 4, 5}),
+    ],
+    ids=str,
+)
+def test_layers_that_are_named_stay_dense(
+    saved: tuple[Path, torch.nn.Module],
+    prompts: list[list[int]],
+    skip: list[str],
+    dense: set[int],
+) -> None:
+    settings = {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": skip}
+    with engine(saved[0], **settings) as llm:
+        formats = core(llm).kv_cache_config.layer_formats
+        found = {i for i, name in enumerate(formats) if "fp8" not in formats[name]}
+        assert found == dense
+        miss = greedy(llm, prompts, 4)
+        assert greedy(llm, prompts, 4) == miss
+
+
+@pytest.mark.parametrize("skip", [["none", "sliding_window"], ["none", "0", "5"]])
+@pytest.mark.parametrize("name", PACKED)
+def test_no_page_is_padded_to_twice_its_size(
+    saved: tuple[Path, torch.nn.Module], name: str, skip: list[str]
+) -> None:
+    args = EngineArgs(
+        model=str(saved[0]),
+        kv_cache_dtype=name,
+        kv_cache_dtype_skip_layers=skip,
+        kv_cache_memory_bytes=16 << 20,
+    )
+    for group in plan_without_weights(args).groups:
+        used = group.head_slots * group.num_states * group.state_bytes
+        assert used <= group.page_bytes < 2 * used
 
 
 @pytest.mark.parametrize("garbage", [0x7F, 0xFF])

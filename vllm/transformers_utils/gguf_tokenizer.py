@@ -199,13 +199,14 @@ def _merges_by_score(
     tries the piece that it met first.
     """
     types = gguf.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    find = vocab.get
     ranked = []
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind != _NORMAL:
             continue
         for cut in range(1, len(token)):
-            left, right = vocab.get(token[:cut]), vocab.get(token[cut:])
-            if left is not None and right is not None:
+            left = find(token[:cut])
+            if left is not None and (right := find(token[cut:])) is not None:
                 ranked.append((-score, left, right))
     ranked.sort()
     return [(tokens[left], tokens[right]) for _, left, right in ranked]

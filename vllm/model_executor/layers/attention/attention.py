@@ -4,6 +4,7 @@ Knows its heads, window and cache dtype. Refuses to know any format's bytes (the
 publishes them) and where pages lie (the worker binds them).
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -192,7 +193,8 @@ class Attention(KVCacheLayer):
         """The raw spec: heads, sizes, dtype and mode, as no backend has packed it yet.
 
         A windowed layer takes the largest kernel block whose page fits the page shared
-        with skipped layers (bytes through the packing hook), else the smallest block.
+        with skipped layers (bytes through the packing hook), else the smallest block;
+        so does any layer whose block of the engine's size would not fit that page.
         """
         if self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY):
             return None
@@ -203,9 +205,10 @@ class Attention(KVCacheLayer):
             )
         cache_config = vllm_config.cache_config
         if self.sliding_window is None:
-            return FullAttentionSpec(
+            full = FullAttentionSpec(
                 block_size=cache_config.block_size, **self._spec_fields()
             )
+            return self._within_shared_page(full, vllm_config)
         if self.attn_backend.is_mla():
             raise ValueError(
                 f"layer {self.layer_name!r}: backend {self.attn_backend.get_name()} "
@@ -214,20 +217,53 @@ class Attention(KVCacheLayer):
         probe = SlidingWindowSpec(
             block_size=1, sliding_window=self.sliding_window, **self._spec_fields()
         )
-        shared_page = cache_config.skip_page_size_padded
-        block_size = _largest_kernel_block_within(
-            self.attn_backend,
-            vllm_config,
-            self._bytes_per_token(probe),
-            shared_page,
-            cache_config.block_size,
-        )
         return SlidingWindowSpec(
-            block_size=block_size,
+            block_size=self._block_within(self._bytes_per_token(probe), vllm_config),
             sliding_window=self.sliding_window,
-            page_size_padded=shared_page,
+            page_size_padded=cache_config.skip_page_size_padded,
             **self._spec_fields(),
         )
+
+    def _within_shared_page(
+        self, spec: FullAttentionSpec, vllm_config: VllmConfig
+    ) -> FullAttentionSpec:
+        """The spec, or one of a smaller block padded to the page that layers of other
+        cache dtypes share."""
+        shared_page = vllm_config.cache_config.skip_page_size_padded
+        if shared_page is None or self.attn_backend.is_mla():
+            return spec
+        per_token = self._bytes_per_token(replace(spec, block_size=1))
+        if per_token * spec.block_size <= shared_page:
+            return spec
+        block_size = self._block_within(per_token, vllm_config)
+        return replace(spec, block_size=block_size, page_size_padded=shared_page)
+
+    def _block_within(self, per_token: int, vllm_config: VllmConfig) -> int:
+        """Tokens of the largest block of kernels within the shared page.
+
+        Also the multiples of a kernel block that divide the engine's block, since
+        padding would waste the rest of the page.
+        """
+        cache_config = vllm_config.cache_config
+        shared_page, largest = (
+            cache_config.skip_page_size_padded,
+            cache_config.block_size,
+        )
+        kernel_block = _largest_kernel_block_within(
+            self.attn_backend, vllm_config, per_token, shared_page, largest
+        )
+        if shared_page is None:
+            return kernel_block
+        fitting = [
+            size
+            for size in range(
+                kernel_block,
+                min(shared_page // per_token, largest) + 1,
+                kernel_block,
+            )
+            if largest % size == 0 and self.attn_backend.supports_block_size(size)
+        ]
+        return max(fitting, default=kernel_block)
 
     def _spec_fields(self) -> dict[str, Any]:
         return {
