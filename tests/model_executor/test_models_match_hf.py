@@ -1,5 +1,6 @@
 """Logits of every family equal Hugging Face's, over real pages."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.model_executor.families import FAMILIES, engine_config, hf_model, sav
 from tests.model_executor.paged import PagedRunner
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models.registry import ModelRegistry
 
 NUM_TOKENS = 41  # several windows and blocks long
 
@@ -94,3 +96,10 @@ def test_windows_belong_to_the_layers_that_the_config_names(
     expected = {"qwen2-mixed-windows": [None, 9, 9], "mistral-window": [7, 7, 7]}
     assert windows == expected[family]
     assert list(layers) == [f"model.layers.{i}.self_attn.attn" for i in range(3)]
+
+
+def test_every_architecture_has_a_row_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = text.partition("## Layers")[0]
+    named = set(re.findall(r"`(\w+ForCausalLM)`", table))
+    assert named == set(ModelRegistry.get_supported_archs())
