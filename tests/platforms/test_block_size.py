@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm.config import CacheConfig, ParallelConfig
+from vllm.config import CacheConfig, ParallelConfig, SchedulerConfig
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -75,7 +75,15 @@ class StateLayer:
         return self.spec
 
 
-def config(*layers, cache_dtype="auto", head_size=128, heads=8, mla=False, **cache):
+def config(
+    *layers,
+    cache_dtype="auto",
+    head_size=128,
+    heads=8,
+    mla=False,
+    no_hybrid=False,
+    **cache,
+):
     return SimpleNamespace(
         model_config=SimpleNamespace(
             dtype=BF16,
@@ -85,6 +93,7 @@ def config(*layers, cache_dtype="auto", head_size=128, heads=8, mla=False, **cac
         ),
         cache_config=CacheConfig(cache_dtype=cache_dtype, **cache),
         parallel_config=ParallelConfig(),
+        scheduler_config=SchedulerConfig(disable_hybrid_kv_cache_manager=no_hybrid),
         compilation_config=SimpleNamespace(
             static_forward_context={f"layer.{i}": la for i, la in enumerate(layers)}
         ),
@@ -160,6 +169,13 @@ def test_full_attention_layers_of_unlike_formats_keep_the_default_block():
     dense = Layer(CPUAttentionBackend)
     packed = Layer(CPUAttentionBackend, "turboquant_4bit_nc")
     cache = settled(dense, packed, packed, dense)
+    assert (cache.block_size, cache.skip_page_size_padded) == (16, None)
+
+
+def test_layers_of_one_group_share_no_page_whatever_their_window():
+    dense = Layer(CPUAttentionBackend, window=256)
+    packed = Layer(CPUAttentionBackend, "turboquant_4bit_nc")
+    cache = settled(dense, packed, packed, no_hybrid=True)
     assert (cache.block_size, cache.skip_page_size_padded) == (16, None)
 
 

@@ -122,10 +122,14 @@ def share_page_between_formats(
     """Grows blocks until layers of another KV cache dtype fit the same page.
 
     Layers of one uniform group need not: each has a tensor with pages of its own size.
+    Without the hybrid manager all layers are in such a group.
     """
     specs = {layer.layer_name: layer.raw_spec for layer in layers}
-    one_format = len({layer.fmt.format_id for layer in layers}) < 2
-    if one_format or UniformTypeKVCacheSpecs.is_uniform_type(specs):
+    if (
+        len({layer.fmt.format_id for layer in layers}) < 2
+        or vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        or UniformTypeKVCacheSpecs.is_uniform_type(specs)
+    ):
         return
     cache = vllm_config.cache_config
     state_page = cache.mamba_page_size_padded or 0

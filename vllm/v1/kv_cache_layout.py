@@ -58,7 +58,7 @@ class KVCacheLayout(Enum):
         if found is None:
             raise ValueError(
                 f"unknown KV cache layout {name!r}: expected one of "
-                f"{', '.join(cls.__members__)}"
+                f"{', '.join(cls.__members__)} (VLLM_KV_CACHE_LAYOUT)"
             )
         return found
 

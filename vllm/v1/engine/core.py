@@ -93,6 +93,7 @@ class EngineCore:
         config.cache_config.num_gpu_blocks = scheduler_plan.num_blocks
         executor.initialize_from_config(plans)
         if has_cache:
+            scheduler_plan.kv_cache_layout = executor.get_kv_cache_layout()
             _say_cache(config, plans[0])
         return scheduler_plan
 

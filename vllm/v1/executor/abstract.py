@@ -86,6 +86,17 @@ class Executor(ABC):
         workers = self.collective_rpc("get_layer_formats")
         return {name: fmt for formats in workers for name, fmt in formats.items()}
 
+    def get_kv_cache_layout(self) -> str | None:
+        """The axis order that all workers found for their plans. ValueError when they
+        differ."""
+        layouts = set(self.collective_rpc("get_kv_cache_layout"))
+        if len(layouts) > 1:
+            raise ValueError(
+                f"workers keep their pages in different orders ({sorted(layouts)}): "
+                "set VLLM_KV_CACHE_LAYOUT to one that all of them take"
+            )
+        return next(iter(layouts), None)
+
     def determine_available_memory(self) -> list[int]:
         """Bytes for the KV cache, of every worker."""
         return self.collective_rpc("determine_available_memory")

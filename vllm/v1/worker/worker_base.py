@@ -58,6 +58,10 @@ class WorkerBase(ABC):
     def get_layer_formats(self) -> dict[str, str]:
         return self.model_runner.get_layer_formats()
 
+    def get_kv_cache_layout(self) -> str | None:
+        """The axis order of this worker's pages; it has its plan."""
+        return self.model_runner.kv_cache_config.kv_cache_layout
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
