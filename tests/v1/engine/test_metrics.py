@@ -56,7 +56,9 @@ def config() -> Any:
     cache.num_gpu_blocks, cache.kv_cache_size_tokens = 100, 1600
     cache.kv_cache_max_concurrency = 6.25
     model = SimpleNamespace(served_names=["tiny"], max_model_len=256)
-    return SimpleNamespace(cache_config=cache, model_config=model)
+    return SimpleNamespace(
+        cache_config=cache, model_config=model, kv_transfer_config=None
+    )
 
 
 def step() -> tuple[SchedulerStats, IterationStats]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging
 from vllm.logger import init_logger
 from vllm.plugins import STAT_LOGGER_PLUGINS_GROUP, load_plugins_by_group
 from vllm.v1.metrics.stats import (
@@ -60,6 +61,7 @@ class LoggingStatLogger(StatLoggerBase):
         self.last_scheduler_stats = SchedulerStats()
         self.prefix_caching_metrics = CachingMetrics()
         self.connector_prefix_caching_metrics = CachingMetrics()
+        self.kv_connector_logging = KVConnectorLogging(vllm_config.kv_transfer_config)
         self._was_idle = True
         self._start_interval(time.monotonic())
 
@@ -89,6 +91,8 @@ class LoggingStatLogger(StatLoggerBase):
             self.prefix_caching_metrics.observe(scheduler_stats.prefix_cache_stats)
             if (connector := scheduler_stats.connector_prefix_cache_stats) is not None:
                 self.connector_prefix_caching_metrics.observe(connector)
+            if scheduler_stats.kv_connector_stats:
+                self.kv_connector_logging.observe(scheduler_stats.kv_connector_stats)
             self.last_scheduler_stats = scheduler_stats
 
     def log(self) -> None:
@@ -117,6 +121,7 @@ class LoggingStatLogger(StatLoggerBase):
             rate = 100 * self.connector_prefix_caching_metrics.hit_rate
             parts.append(f"external prefix cache hit rate {rate:.1f}%")
         say("%s", ", ".join(parts))
+        self.kv_connector_logging.log()
         self._start_interval(now)
 
     def log_engine_initialized(self) -> None:

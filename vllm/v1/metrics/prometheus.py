@@ -1,11 +1,15 @@
 """Exports statistics to Prometheus, under the names that monitors of vLLM read."""
 
+from functools import partial
 from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.registry import CollectorRegistry
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    build_connector_prom_metrics,
+)
 from vllm.v1.engine import FINISH_REASON_STRINGS
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import (
@@ -17,6 +21,7 @@ from vllm.v1.metrics.stats import (
 
 PREFIX = "vllm:"
 _LABELS = ("model_name", "engine")
+_METRIC_TYPES = (Counter, Gauge, Histogram)
 
 _GAUGES = {
     "num_requests_running": "Requests in the running batch.",
@@ -142,6 +147,12 @@ class PrometheusStatLogger(StatLoggerBase):
             Gauge, "engine_sleep_state", "sleep_state", _SLEEP_STATES
         )
         self._sleep["awake"].set(1)
+        self._connector = build_connector_prom_metrics(
+            vllm_config,
+            {kind: partial(kind, registry=registry) for kind in _METRIC_TYPES},
+            list(_LABELS),
+            {engine_index: list(self._values)},
+        )
 
     def _one(self, kind: Any, name: str, text: str, **options: Any) -> Any:
         metric = kind(PREFIX + name, text, _LABELS, registry=self._registry, **options)
@@ -191,6 +202,8 @@ class PrometheusStatLogger(StatLoggerBase):
         if (external := stats.connector_prefix_cache_stats) is not None:
             counters["external_prefix_cache_queries"].inc(external.queries)
             counters["external_prefix_cache_hits"].inc(external.hits)
+        if self._connector is not None and stats.kv_connector_stats:
+            self._connector.observe(stats.kv_connector_stats, self.engine_index)
 
     def _record_iteration(self, stats: IterationStats) -> None:
         counters, histograms = self._counters, self._histograms

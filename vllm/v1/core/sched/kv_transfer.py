@@ -209,6 +209,16 @@ class KVTransfer:
         stats, self.stats = self.stats, PrefixCacheStats()
         return stats
 
+    def take_connector_stats(self, news: KVConnectorOutput | None) -> Any:
+        """The connector's own numbers, of the workers' side and of this one; None when
+        it has none."""
+        workers = None if news is None else news.kv_connector_stats
+        take = getattr(self.connector, "get_kv_connector_stats", None)
+        own = None if take is None else take()
+        if own is None or workers is None:
+            return workers if own is None else own
+        return own.aggregate(workers)
+
     def has_pending_work(self) -> bool:
         """Says whether the connector needs further steps though no request does."""
         checks = ("has_pending_push_work", "has_pending_block_frees")

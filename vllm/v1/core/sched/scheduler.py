@@ -322,7 +322,7 @@ class Scheduler(SchedulerInterface):
                 news[request.client_index].append(ended)
         self._publish_events()
         stats = self.make_stats(
-            kv_connector_stats=transfers.kv_connector_stats if transfers else None
+            kv_connector_stats=self.transfer.take_connector_stats(transfers)
         )
         return wrap_outputs(news, self.book.take_finished_by_client(), stats)
 

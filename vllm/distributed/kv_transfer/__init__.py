@@ -1,0 +1,1 @@
+"""KV pages leave this engine, or come into it, by way of a connector."""

@@ -1,0 +1,1 @@
+"""Connectors: how pages move. They see geometry, never what the bytes mean."""
