@@ -200,14 +200,20 @@ def test_an_attention_block_holds_a_state(
     assert found.mamba_page_size_padded == (None if page == STATE else page)
 
 
-@pytest.mark.parametrize(("name", "block"), [("bfloat16", 1056), ("fp8", 2096)])
-def test_a_float32_state_doubles_the_block(name: str, block: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "block", "percent"), [("bfloat16", 1056, 0.763), ("fp8", 2096, 0.0)]
+)
+def test_a_float32_state_doubles_the_block(
+    name: str, block: int, percent: float
+) -> None:
     attention = layer(name, num_kv_heads=2, head_size=256)
     state = 3 * 8192 * 2 + 32 * 128 * 128 * 4
     found = align_hybrid([attention], state, 16)
     assert found is not None
     assert found.block_size == block
     assert found.mamba_block_size is None
+    assert found.padding_percent == pytest.approx(percent, abs=5e-4)
+    assert (found.mamba_page_size_padded is None) == (percent == 0)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,25 @@ def test_an_impl_exists_or_its_absence_is_explained(backend):
         assert package in reason or "no kernels" in reason
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "alignment"),
+    [
+        ("FLASH_ATTN", [MultipleOf(16)], 1),
+        ("TRITON_ATTN", [MultipleOf(16)], 1),
+        ("CPU_ATTN", [MultipleOf(16)], 1),
+        ("FLASHINFER", [16, 32, 64], 1),
+        ("TURBOQUANT", [16, 32, 64, 128], 1),
+        ("TRITON_MLA", [MultipleOf(16)], 128),
+        ("FLASHMLA_SPARSE", [64], 128),
+        ("CPU_MLA", [MultipleOf(16)], 128),
+    ],
+)
+def test_kernels_take_the_known_block_sizes(name, sizes, alignment):
+    backend = AttentionBackendEnum[name].get_class()
+    assert backend.get_supported_kernel_block_sizes() == sizes
+    assert backend.min_block_alignment == alignment
+
+
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.get_name())
 def test_block_sizes_follow_from_kernel_sizes(backend):
     sizes = backend.get_supported_kernel_block_sizes()
