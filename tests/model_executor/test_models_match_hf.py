@@ -1,10 +1,20 @@
 """Logits of every family equal Hugging Face's, over real pages."""
 
+import copy
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+    Llama4VisionConfig,
+    SiglipVisionConfig,
+)
 
 from tests.model_executor.families import FAMILIES, engine_config, hf_model, saved
 from tests.model_executor.paged import PagedRunner
@@ -98,8 +108,40 @@ def test_windows_belong_to_the_layers_that_the_config_names(
     assert list(layers) == [f"model.layers.{i}.self_attn.attn" for i in range(3)]
 
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama4"])
+def test_checkpoints_that_also_read_pictures_give_their_text_model(
+    family: str, ids: list[int], tmp_path: Path
+) -> None:
+    text = copy.deepcopy(FAMILIES[family][0])
+    torch.manual_seed(0)
+    if family == "gemma3":
+        vision: Any = SiglipVisionConfig(**VISION, image_size=28, patch_size=14)
+        config: Any = Gemma3Config(text_config=text, vision_config=vision)
+        config.image_token_id = 98
+        model: Any = Gemma3ForConditionalGeneration(config)
+    else:
+        vision = Llama4VisionConfig(**VISION, image_size=28, patch_size=14)
+        model = Llama4ForConditionalGeneration(
+            Llama4Config(text_config=text, vision_config=vision)
+        )
+    config = engine_config(saved(model.eval(), tmp_path))
+    runner = PagedRunner(get_model(vllm_config=config), config, NUM_TOKENS)
+    texts = [i for i in ids if i != 98]
+    reference = model if family == "gemma3" else model.language_model
+    expected, found = hf_logits(reference, texts), runner.step(texts)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_every_architecture_has_a_row_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     table = text.partition("## Layers")[0]
-    named = set(re.findall(r"`(\w+ForCausalLM)`", table))
+    named = set(re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", table))
     assert named == set(ModelRegistry.get_supported_archs())

@@ -10,6 +10,7 @@ from vllm.utils.import_utils import resolve
 
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
 _GEMMA = "vllm.model_executor.models.gemma"
+_LLAMA4 = "vllm.model_executor.models.llama4"
 
 # What serves a model of transformers that is not in the table.
 FALLBACK = "TransformersForCausalLM"
@@ -28,8 +29,10 @@ ARCHITECTURES: dict[str, str | type[Any]] = {
     "DeepseekV3ForCausalLM": f"{_DEEPSEEK}:DeepseekV3ForCausalLM",
     "Gemma2ForCausalLM": f"{_GEMMA}:Gemma2ForCausalLM",
     "Gemma3ForCausalLM": f"{_GEMMA}:Gemma3ForCausalLM",
+    "Gemma3ForConditionalGeneration": f"{_GEMMA}:Gemma3ForConditionalGeneration",
     "GptOssForCausalLM": "vllm.model_executor.models.gpt_oss:GptOssForCausalLM",
-    "Llama4ForCausalLM": "vllm.model_executor.models.llama4:Llama4ForCausalLM",
+    "Llama4ForCausalLM": f"{_LLAMA4}:Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration": f"{_LLAMA4}:Llama4ForConditionalGeneration",
     "LlamaForCausalLM": "vllm.model_executor.models.llama:LlamaForCausalLM",
     "MistralForCausalLM": "vllm.model_executor.models.mistral:MistralForCausalLM",
     "MixtralForCausalLM": "vllm.model_executor.models.mixtral:MixtralForCausalLM",

@@ -380,15 +380,14 @@ class DenseForCausalLM(nn.Module):
     ) -> dict[str, WeightTarget | None]:
         """Places of a checkpoint's tensors; a tied head's own copy is skipped."""
         skip = frozenset({"lm_head.weight"} if self.tied else ())
-        renamed = [replace(i, name=self.parameter_name(i.name)) for i in infos]
+        ours = {info.name: self.parameter_name(info.name) for info in infos}
+        renamed = [replace(i, name=name) for i in infos if (name := ours[i.name])]
         targets = plan_weights(self, renamed, skip)
-        return {
-            i.name: targets[ours.name] for i, ours in zip(infos, renamed, strict=True)
-        }
+        return {theirs: name and targets[name] for theirs, name in ours.items()}
 
-    def parameter_name(self, name: str) -> str:
+    def parameter_name(self, name: str) -> str | None:
         """What a checkpoint's tensor would be called if it were named as modules are
-        here; families with other names override this."""
+        here, None for one to skip; families with other names override this."""
         return name
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

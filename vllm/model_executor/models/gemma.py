@@ -20,6 +20,7 @@ from vllm.model_executor.models.decoder import (
     head_size,
     layer_windows,
 )
+from vllm.model_executor.models.utils import text_part
 
 
 class GemmaDecoderLayer(nn.Module):
@@ -136,6 +137,13 @@ class Gemma3ForCausalLM(DenseForCausalLM):
             attention_soft_cap=getattr(config, "attn_logit_softcapping", None),
             logits_soft_cap=getattr(config, "final_logit_softcapping", None),
         )
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text model of a checkpoint that also reads pictures."""
+
+    def parameter_name(self, name: str) -> str | None:
+        return text_part(name)
 
 
 class Gemma2ForCausalLM(Gemma3ForCausalLM):

@@ -25,6 +25,7 @@ from vllm.model_executor.models.decoder import (
     head_size,
 )
 from vllm.model_executor.models.mixtral import router
+from vllm.model_executor.models.utils import text_part
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 _STACKS = {"gate_up": "w13", "down": "w2"}
@@ -156,9 +157,17 @@ class Llama4ForCausalLM(DenseForCausalLM):
             windows=(None,) * config.num_hidden_layers, qkv_bias=bias, o_bias=bias
         )
 
-    def parameter_name(self, name: str) -> str:
+    def parameter_name(self, name: str) -> str | None:
         name = name.replace(".feed_forward.", ".mlp.")
         stack = _EXPERTS.fullmatch(name)
         if stack is not None:
             return f"{stack[1]}.{_STACKS[stack[2]]}_weight"
         return name.replace(".mlp.router.", ".mlp.gate.")
+
+
+class Llama4ForConditionalGeneration(Llama4ForCausalLM):
+    """The text model of a checkpoint that also reads pictures."""
+
+    def parameter_name(self, name: str) -> str | None:
+        text = text_part(name)
+        return None if text is None else super().parameter_name(text)

@@ -25,6 +25,7 @@ __all__ = [
     "extract_layer_index",
     "maybe_prefix",
     "plan_weights",
+    "text_part",
 ]
 
 # Fused module -> the checkpoint's modules, in the order of their rows.
@@ -77,6 +78,23 @@ class WeightTarget:
     shard: ShardId = None
     layer: str = ""  # an attention layer, for KV scales
     scales: tuple[str, ...] = ()  # "k", "v"
+
+
+# Parts of models that also read pictures: where the text model is, and what is not it.
+_TEXT_MODEL = re.compile(
+    r"(?:language_model\.(?=model\.|lm_head\.)|(model\.)language_model\.)"
+)
+_OTHER_PARTS = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\."
+)
+
+
+def text_part(name: str) -> str | None:
+    """The name of a tensor in the text model of a model of text and pictures; None for
+    tensors of other parts."""
+    if _OTHER_PARTS.match(name):
+        return None
+    return _TEXT_MODEL.sub(r"\1", name, count=1)
 
 
 def maybe_prefix(prefix: str, name: str) -> str:
