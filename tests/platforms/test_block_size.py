@@ -1,5 +1,6 @@
 """Block and page sizes come from every layer's own backend, through its hook."""
 
+import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -193,11 +194,17 @@ def test_layers_of_one_group_share_no_page_whatever_their_window():
         ("turboquant_3bit_nc", 2784, 1_102_464),
     ],
 )
-def test_attention_pages_grow_to_a_recurrent_state(cache_dtype, block_size, padded):
+def test_attention_pages_grow_to_a_recurrent_state(
+    cache_dtype, block_size, padded, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     attention = Layer(CPUAttentionBackend, cache_dtype, heads=2, head_size=256)
-    cache = settled(StateLayer(), attention, StateLayer())
+    with caplog.at_level(logging.INFO, "vllm"):
+        cache = settled(StateLayer(), attention, StateLayer())
     assert cache.block_size == block_size
     assert cache.mamba_page_size_padded == padded
+    # Blocks of thousands of tokens pin much of a pool: it is said how large they are.
+    assert f"Block size {block_size} tokens" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,25 @@ def test_frames_are_topic_number_and_msgpack(endpoint: str) -> None:
         publisher.shutdown()
 
 
+def test_an_endpoint_without_a_star_is_where_a_subscriber_listens() -> None:
+    """With a `*` the publisher listens; without one it connects, and says so."""
+    socket = zmq.Context.instance().socket(zmq.SUB)
+    socket.setsockopt_string(zmq.SUBSCRIBE, "")
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    publisher = ZmqEventPublisher(0, f"tcp://127.0.0.1:{port}")
+    try:
+        for number in range(100):  # until the two have found each other
+            publisher.publish(stored(number))
+            if socket.poll(100):
+                break
+        _, sequence, payload = socket.recv_multipart(zmq.NOBLOCK)
+        number = int.from_bytes(sequence, "big")
+        assert msgspec.msgpack.decode(payload)[1][0]["token_ids"] == [number]
+    finally:
+        socket.close(0)
+        publisher.shutdown()
+
+
 def test_missed_batches_are_replayed(endpoint: str) -> None:
     replay = f"{endpoint}-replay"
     publisher = ZmqEventPublisher(0, endpoint, replay, buffer_steps=4)
