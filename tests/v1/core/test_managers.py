@@ -267,6 +267,24 @@ def test_blocks_behind_the_window_are_given_back(
     assert not manager.req_to_blocks
 
 
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (full(), False),
+        (window(4), True),
+        (chunked(8), True),
+        (mamba("align"), True),
+        (RSWASpec(block_size=4, rswa_window=4, **HEADS), True),
+        (CrossAttentionSpec(block_size=4, **HEADS), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_managers_that_keep_everything_are_not_asked_for_blocks(
+    spec: KVCacheSpec, expected: bool
+) -> None:
+    assert make_manager(spec).gives_back_early == expected
+
+
 def test_retained_prompt_window_gives_back_generated_tokens_only() -> None:
     manager = make_manager(RSWASpec(block_size=2, rswa_window=4, **HEADS))
     manager.allocate_new_blocks("r", 20, 20)

@@ -31,8 +31,6 @@ class SingleTypeKVCacheManager(ABC):
     hits_are_prefix_closed: ClassVar[bool] = False
     #: Says whether a request can go back by a token, keeping its blocks.
     can_step_back: ClassVar[bool] = True
-    #: Says whether blocks may come free while their request goes on.
-    gives_back_early: ClassVar[bool] = True
     #: Says whether token counts given to this manager are the encoder's.
     counts_encoder_tokens: ClassVar[bool] = False
 
@@ -71,9 +69,10 @@ class SingleTypeKVCacheManager(ABC):
         return cdiv(num_tokens, self.block_size)
 
     def has_slots(self, request_id: str, num_tokens: int) -> bool:
-        """Says whether a request holds all the blocks that `num_tokens` tokens take."""
+        """Says whether a request holds all the blocks that `num_tokens` tokens take:
+        then nothing is counted and allocated for it."""
         blocks = self.req_to_blocks.get(request_id, ())
-        return len(blocks) * self.block_size >= num_tokens
+        return len(blocks) >= self.num_required_blocks(num_tokens)
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """Leading tokens that no later token attends to, once so many are computed."""
@@ -219,6 +218,15 @@ class SingleTypeKVCacheManager(ABC):
         """
 
     # Taking back
+
+    @property
+    def gives_back_early(self) -> bool:
+        """Says whether blocks may come free while their request goes on."""
+        ours, base = type(self), SingleTypeKVCacheManager
+        return (
+            ours.get_num_skipped_tokens is not base.get_num_skipped_tokens
+            or ours.remove_skipped_blocks is not base.remove_skipped_blocks
+        )
 
     def remove_skipped_blocks(
         self,

@@ -20,7 +20,6 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     """Every token attends to all before it, so nothing is given back early."""
 
     hits_are_prefix_closed: ClassVar[bool] = True
-    gives_back_early: ClassVar[bool] = False
 
     @classmethod
     def find_longest_cache_hit(
@@ -49,8 +48,6 @@ class FullAttentionManager(SingleTypeKVCacheManager):
 
 class RSWAManager(FullAttentionManager):
     """The prompt is kept whole; of the generated tokens only a window is."""
-
-    gives_back_early: ClassVar[bool] = True
 
     def __init__(self, kv_cache_spec: RSWASpec, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, **kwargs)

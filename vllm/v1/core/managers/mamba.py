@@ -55,10 +55,8 @@ class MambaManager(SingleTypeKVCacheManager):
         return super().num_required_blocks(num_tokens) + self.num_speculative_blocks
 
     def has_slots(self, request_id: str, num_tokens: int) -> bool:
-        blocks = self.req_to_blocks.get(request_id, ())
-        return (
-            len(blocks) >= self.num_required_blocks(num_tokens)
-            and request_id not in self._awaits_external_state
+        return request_id not in self._awaits_external_state and super().has_slots(
+            request_id, num_tokens
         )
 
     def get_num_skipped_tokens(self, num_computed_tokens: int) -> int:
