@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import logging
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -10,6 +11,9 @@ import msgspec
 import pytest
 
 from tests.public_surface import FIELDS, NAMES, PARAMETERS
+from tests.tiny_model import tiny_model  # noqa: F401
+from vllm import config
+from vllm.config.accepted import ACCEPTED
 
 CASES = [(m, n, p) for m, rows in PARAMETERS.items() for n, p in rows.items()]
 CLASSES = [(m, n, f) for m, rows in FIELDS.items() for n, f in rows.items()]
@@ -89,3 +93,34 @@ def test_fields_have_their_names_and_order(
 
 def _field_names(cls: type) -> list[str]:
     return [f.name for f in fields(cls)] if is_dataclass(cls) else []
+
+
+@pytest.mark.parametrize(
+    ("owner", "field"), [(o, f) for o, names in ACCEPTED.items() for f in sorted(names)]
+)
+def test_fields_without_a_part_behind_them_are_accepted(
+    owner: str,
+    field: str,
+    tiny_model: str,  # noqa: F811
+) -> None:
+    cls = getattr(config, owner)
+    assert field not in {f.name for f in fields(cls)}
+    needs = {"model": tiny_model} if owner == "ModelConfig" else {}
+    made = cls(**needs, **{field: None})
+    assert getattr(made, field) is None
+    assert repr(made)
+
+
+def test_other_unknown_fields_are_refused_by_name() -> None:
+    for owner in ("VllmConfig", "CacheConfig", "ParallelConfig"):
+        with pytest.raises(ValueError, match="enable_warp"):
+            getattr(config, owner)(enable_warp=True)
+
+
+def test_it_is_said_that_a_field_has_no_effect(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "vllm"):
+        config.ParallelConfig(enable_dbo=True, ubatch_size=3)
+    assert "ParallelConfig: enable_dbo, ubatch_size accepted" in caplog.text

@@ -1,33 +1,51 @@
 """The decorator that every config class wears."""
 
-from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 from typing_extensions import dataclass_transform
 
+from vllm.config.accepted import ACCEPTED
+from vllm.logger import init_logger
+
 T = TypeVar("T")
+
+logger = init_logger(__name__)
 
 
 @dataclass_transform(kw_only_default=True)
 def config(cls: type[T] | None = None, **settings: Any) -> Any:
-    """Makes a validated dataclass: unknown fields and wrong types are refused."""
+    """Makes a validated dataclass: unknown fields and wrong types are refused by name.
+
+    Fields of `ACCEPTED` are kept as attributes, and it is said that they do nothing.
+    """
     options = ConfigDict(extra="forbid", arbitrary_types_allowed=True, **settings)
 
     def wrap(target: type[T]) -> type[T]:
-        return dataclass(target, config=options, kw_only=False)
+        made = dataclass(target, config=options, kw_only=False)
+        accepted = ACCEPTED.get(target.__name__)
+        return _accepting(made, accepted) if accepted else made
 
     return wrap if cls is None else wrap(cls)
 
 
-def warn_unused(
-    owner: str, logger_warning: Callable[..., None], names: list[str]
-) -> None:
-    """Says once which accepted fields have no part of the engine behind them."""
-    if names:
-        logger_warning(
-            "%s: %s accepted for compatibility, without effect here",
-            owner,
-            ", ".join(sorted(names)),
-        )
+def _accepting(cls: Any, accepted: frozenset[str]) -> Any:
+    init = cls.__init__
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        extra = {name: kwargs.pop(name) for name in accepted & kwargs.keys()}
+        init(self, *args, **kwargs)
+        for name, value in extra.items():
+            setattr(self, name, value)
+        if extra:
+            logger.warning_once(
+                "%s: %s accepted for compatibility, without effect here",
+                cls.__name__,
+                ", ".join(sorted(extra)),
+            )
+
+    cls.__init__ = __init__
+    return cls
