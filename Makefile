@@ -1,20 +1,28 @@
 # make serve  set up and serve the built-in model on http://127.0.0.1:8000
 # make test   set up and run every test that needs no GPU
+# make test-all   ... and those that take minutes each
+# MODEL, TESTS and ARGS choose another model, some tests, further options.
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?= smollm2-135m
+TESTS  ?= tests
 ARGS   ?=
 PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+# One test process per core, and one thread in each.
+PYTEST  = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n auto --dist loadfile
 
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*/*)
 
-.PHONY: serve test lint clean
+.PHONY: serve test test-all lint clean
 
 serve: $(VENV)/.installed
 	$(VENV)/bin/vllm serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.test-installed
-	$(VENV)/bin/python -m pytest -q tests $(ARGS)
+	$(PYTEST) $(TESTS) $(ARGS)
+
+test-all: $(VENV)/.test-installed
+	$(PYTEST) -m "slow or not slow" $(TESTS) $(ARGS)
 
 lint: $(VENV)/.test-installed
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
