@@ -29,13 +29,16 @@ COMMON_UNITS = ("exports.cpp", "plan.cpp")
 # Compiled once for each instruction set; the library chooses when it is loaded.
 ISA_UNITS = (
     *("attention_dense.cpp", "attention_latent.cpp", "cache_store.cpp", "table.cpp"),
+    *("packed.cpp", "packed_fp8.cpp", "packed_per_token_head.cpp", "packed_nvfp4.cpp"),
+    *("packed_turboquant.cpp", "product.cpp"),
     *("latent_fp8.cpp", "latent_per_token_head.cpp", "latent_ds_mla.cpp"),
     "latent_store.cpp",
 )
 
 COMMON_FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden"),
-    *("-fno-math-errno", "-Wall", "-Wextra"),
+    # Encoders write the bytes that torch writes: no product is fused with a sum.
+    *("-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra"),
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 ISA_FLAGS = {"generic": ()}
@@ -44,8 +47,9 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     ISA_FLAGS["avx512"] = (
         *_AVX2,
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
-        *("-mavx512bf16", "-mavx512vnni", "-mprefer-vector-width=512"),
-        "-Wno-maybe-uninitialized",  # GCC 12 warns about its own intrinsics
+        *("-mavx512vbmi", "-mavx512bf16", "-mavx512vnni"),
+        "-mprefer-vector-width=512",
+        *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),  # GCC 12's own intrinsics
     )
 
 

@@ -16,6 +16,17 @@ enum CellFormat : int32_t {
   kCellsFloat32 = 0,
   kCellsFloat16 = 1,
   kCellsBFloat16 = 2,
+  kCellsE4M3 = 3,
+  kCellsE5M2 = 4,
+  kCellsInt8PerTokenHead = 5,
+  kCellsFp8PerTokenHead = 6,
+  kCellsInt4PerTokenHead = 7,
+  kPagesNvFp4 = 8,
+  kPagesNvFp4FourOverSix = 9,  // the same pages, written with other scales
+  kCellsTurboQuantK8V4 = 10,
+  kCellsTurboQuant4Bit = 11,
+  kCellsTurboQuantK3V4 = 12,
+  kCellsTurboQuant3Bit = 13,
 
   // One latent per token, no value of its own.
   kLatentFloat32 = 32,
@@ -80,6 +91,8 @@ struct AttentionArgs {
   float soft_cap;                  // <= 0: none
   float k_scale;                   // per tensor, of quantised formats
   float v_scale;
+  const float* key_table;          // what the format computes for the head size, or null:
+  const float* value_table;        // signs of a rotation, centroids
 };
 
 struct StoreArgs {
@@ -92,6 +105,8 @@ struct StoreArgs {
   int32_t cell_format;
   float k_scale;                   // per tensor, of quantised formats
   float v_scale;
+  const float* key_table;          // signs of a rotation, midpoints between centroids
+  const float* value_table;
 };
 
 }  // namespace vllm_cpu

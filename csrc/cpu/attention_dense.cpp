@@ -6,28 +6,24 @@
 namespace vllm_cpu::VLLM_ISA {
 
 template <class Format, int kDType>
-struct DenseCells {
-  using Units = Float32Units;
-  static constexpr bool kStateScales = false;
-  static constexpr bool kDecoded = false;
+struct DenseCells : PlainCells<Float32Units> {
   static constexpr int kBytes = dtype_bytes(kDType);
   static constexpr int kRegisterBytes = kLanes * kBytes;
+  static constexpr int kValueGroupBytes = kRegisterBytes;
 
-  explicit DenseCells(const AttentionArgs& a) {
-    const Format format{a.query.size, a.out.size};
-    value_offset = static_cast<int>(format.v_offset());
-    cell_bytes = static_cast<int>(format.state_bytes());
-  }
+  explicit DenseCells(const AttentionArgs& a)
+      : PlainCells(a, Format{a.query.size, a.out.size}.state_bytes()),
+        value_offset(Format{a.query.size, a.out.size}.v_offset()) {}
 
   U load_key(const uint8_t* cell, int elem, int count) const {
     return as_units(load_as_float<kDType>(cell + elem * kBytes, count));
   }
-  U load_value(const uint8_t* cell, int elem, int count) const {
-    return load_key(cell + value_offset, elem, count);
+  void load_values(NoTables, const uint8_t* const* cells, int elem, int count,
+                   U (&r)[1][1]) const {
+    r[0][0] = load_key(cells[0] + value_offset, elem, count);
   }
 
-  int value_offset;
-  int cell_bytes;
+  int64_t value_offset;
 };
 
 using Float32 = DenseCells<kv_formats::float32, kFloat32>;
@@ -35,17 +31,27 @@ using Float16 = DenseCells<kv_formats::float16, kFloat16>;
 using BFloat16 = DenseCells<kv_formats::bfloat16, kBFloat16>;
 
 #if defined(__AVX512BF16__)
-struct BFloat16Pairs : BFloat16 {
-  using Units = BFloat16Units;
-  using BFloat16::DenseCells;
+struct BFloat16Pairs : PlainCells<BFloat16Units> {
+  using Format = kv_formats::bfloat16;
+  static constexpr int kBytes = 2;
   static constexpr int kRegisterBytes = kLanes * 4;
+  static constexpr int kValueGroupBytes = 2 * kRegisterBytes;
+
+  explicit BFloat16Pairs(const AttentionArgs& a)
+      : PlainCells(a, Format{a.query.size, a.out.size}.state_bytes()),
+        value_offset(Format{a.query.size, a.out.size}.v_offset()) {}
 
   U load_key(const uint8_t* cell, int elem, int count) const {
     return load_pairs(cell + elem * kBytes, count);
   }
-  U load_value(const uint8_t* cell, int elem, int count) const {
-    return load_key(cell + value_offset, elem, count);
+  void load_values(NoTables, const uint8_t* const* cells, int elem, int count,
+                   U (&r)[1][2]) const {
+    r[0][0] = load_key(cells[0] + value_offset, elem, count);
+    r[0][1] = load_key(cells[1] + value_offset, elem, count);
+    Units::interleave(r[0]);
   }
+
+  int64_t value_offset;
 };
 #endif
 

@@ -10,36 +10,39 @@ namespace {
 
 // Rows of one float type, in the cache itself or made from it.
 template <class UnitsOf, int kDType, bool kFromCells>
-struct LatentRows {
+struct LatentRows : PlainCells<UnitsOf> {
   using Units = UnitsOf;
-  static constexpr bool kStateScales = false;
   static constexpr bool kDecoded = kFromCells;
   static constexpr int kBytes = dtype_bytes(kDType);
   static constexpr int kRegisterBytes = kLanes * Units::kElems * kBytes;
+  static constexpr int kValueGroupBytes = Units::kElems * kRegisterBytes;
+  static constexpr int kFewRows = 1;  // all query heads share the latent: there are many
 
   explicit LatentRows(const AttentionArgs& a)
-      : coding_args{a.query.size, a.k_scale, a.query.dtype}, row_bytes(a.query.size * kBytes) {
-    cell_bytes = row_bytes;
+      : PlainCells<UnitsOf>(a, a.query.size * kBytes),
+        coding_args{a.query.size, a.k_scale, a.query.dtype},
+        row_bytes(a.query.size * kBytes) {
     if constexpr (kDecoded) {
       const LatentFormat* const format = latent_format(a.cell_format);
       decoder = kDType == kFloat32 ? format->to_float32 : format->to_bfloat16;
-      cell_bytes = static_cast<int>(format->cell_bytes(a.query.size));
+      this->run.bytes = static_cast<int32_t>(format->cell_bytes(a.query.size));
     }
   }
 
+  static int64_t decoded_bytes(const AttentionArgs& a) { return a.query.size * kBytes; }
   void decode(const uint8_t* cell, void* row) const { decoder(coding_args, cell, row); }
 
   U load_key(const uint8_t* row, int elem, int count) const {
     return as_units(load_as_float<kDType>(row + elem * kBytes, count));
   }
-  U load_value(const uint8_t* row, int elem, int count) const {
-    return load_key(row, elem, count);
+  void load_values(NoTables, const uint8_t* const* rows, int elem, int count,
+                   U (&r)[1][1]) const {
+    r[0][0] = load_key(rows[0], elem, count);
   }
 
   CodingArgs coding_args;
   DecodeCell decoder = nullptr;
   int row_bytes;
-  int cell_bytes;
 };
 
 #if defined(__AVX512BF16__)
@@ -51,8 +54,11 @@ struct LatentPairs : LatentRows<BFloat16Units, kBFloat16, kFromCells> {
   U load_key(const uint8_t* row, int elem, int count) const {
     return load_pairs(row + elem * Base::kBytes, count);
   }
-  U load_value(const uint8_t* row, int elem, int count) const {
-    return load_key(row, elem, count);
+  void load_values(NoTables, const uint8_t* const* rows, int elem, int count,
+                   U (&r)[1][2]) const {
+    r[0][0] = load_key(rows[0], elem, count);
+    r[0][1] = load_key(rows[1], elem, count);
+    BFloat16Units::interleave(r[0]);
   }
 };
 #endif

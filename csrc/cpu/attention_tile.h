@@ -1,19 +1,22 @@
 // Attention of one tile of rows over paged keys and values, written once for every cell
-// format: tiles of 64 states are unpacked to scratch, multiplied in registers, and
-// folded into a running softmax (fp32). A format supplies `Cells`:
+// format: tiles of 64 states are multiplied as they are unpacked, or unpacked to scratch
+// where many rows read them, and folded into a running softmax (fp32). A format
+// supplies `Cells`, derived from PlainCells (cells.h), with
 //
-//   using Units;                          the multiply-accumulate lanes it unpacks to
 //   explicit Cells(const AttentionArgs&);
-//   U load_key(cell, elem, count)         kLanes units from element `elem`, 0 past count
-//   U load_value(cell, elem, count)
-//   int cell_bytes;
-//   static constexpr int kRegisterBytes;  of the cell that fill one register of units
-//   static constexpr bool kDecoded;       whether cells become rows first, which loads
-//   decode(cell, row); int row_bytes;     then read instead
-//   static constexpr bool kStateScales;   whether scores and probabilities are scaled:
-//   float key_scale(cell), value_scale(cell);   per state
+//   U load_key(cell, elem, count)         a raw register from element `elem`, 0 past count
+//   void load_values(tables, cells, elem, count, U (&units)[kValueDots][kValueRegs])
+//                                         the same elements of a group of states
+//
+// and what its constants promise:
+//
+//   kDecoded      decode(cell, row); int64_t row_bytes;     loads then read the row
+//   kKeyGroup     load_group_scales(cells, pages, places, to);   [groups, kLanes]
+//   kKeyScales... load_numbers(cells, count, StateNumbers&)
+//   kFinishes     finish(acc, bias, to)   sums in the order of elements
 #pragma once
 
+#include "cells.h"
 #include "prefetch.h"
 #include "product.h"
 #include "softmax_state.h"
@@ -24,7 +27,14 @@ namespace vllm_cpu::VLLM_ISA {
 template <class Cells>
 class TileAttention {
   using Units = typename Cells::Units;
+  using Tables = typename Cells::Tables;
   static constexpr int kElems = Units::kElems;
+  static constexpr int kExpand = Cells::kKeyExpand;
+  static constexpr int kKeyElems = kLanes * kElems * kExpand;  // of a raw register
+  static constexpr int kDots = Cells::kValueDots;
+  static constexpr int kRegs = Cells::kValueRegs;
+  static constexpr int kGroupStates = kDots * kElems;
+  static constexpr int kValueElems = kRegs * kLanes;
 
  public:
   static int64_t partial_floats(const AttentionArgs& a, int rows) {
@@ -36,7 +46,8 @@ class TileAttention {
     const int64_t floats = kMaxRows * (key_row + 2 * kTileStates) +
                            kTileStates * (key_row + acc_row_floats(a)) +
                            2 * partial_floats(a, kMaxRows) + 8 * kRowSlots +
-                           2 * kTileStates + decoded_floats(a);
+                           group_scale_floats(a) + Cells::finish_floats(a) +
+                           kTileStates * Cells::decoded_bytes(a) / 4;
     return floats * 4;
   }
 
@@ -71,14 +82,22 @@ class TileAttention {
   }
 
  private:
+  static int64_t value_floats(const AttentionArgs& a) {
+    return round_up(a.out.size, larger(2 * kLanes, kValueElems));
+  }
+  // A row of sums, and its sum of value biases in a register of its own.
   static int64_t acc_row_floats(const AttentionArgs& a) {
-    return round_up(a.out.size, 2 * kLanes);  // whole registers of any unit
+    return value_floats(a) + (Cells::kValueBiases ? kLanes : 0);
+  }
+  static int key_raws(const AttentionArgs& a) {
+    return (a.query.size + kElems * kExpand - 1) / (kElems * kExpand);
   }
   static int64_t key_row_units(const AttentionArgs& a) {
-    return round_up((a.query.size + kElems - 1) / kElems, kLanes);
+    return round_up(key_raws(a), kLanes) * kExpand;
   }
-  static int64_t decoded_floats(const AttentionArgs& a) {
-    return Cells::kDecoded ? kTileStates * round_up(a.query.size, 16) : 0;
+  static int64_t group_scale_floats(const AttentionArgs& a) {
+    if constexpr (Cells::kKeyGroup == 0) return 0;
+    return kTileStates * round_up(key_raws(a) / larger(1, Cells::kKeyGroup), 16);
   }
 
   TileAttention(const AttentionArgs& a, const WorkItem& w, const WorkItem* next,
@@ -90,12 +109,12 @@ class TileAttention {
         group_(a.num_query_heads / a.pages.num_heads),
         head_size_(a.query.size),
         head_size_v_(a.out.size),
-        key_units_((a.query.size + kElems - 1) / kElems),
+        key_raws_(key_raws(a)),
         key_row_(key_row_units(a)),
         acc_row_(acc_row_floats(a)),
         first_(w.keys.begin),
         last_(w.keys.end),
-        ahead_(a, w, next, cells_.cell_bytes, scratch) {
+        ahead_(a, w, next, cells_, scratch) {
     const auto carve = [&scratch](int64_t floats) {
       float* const p = scratch;
       scratch += round_up(floats, 16);
@@ -109,9 +128,11 @@ class TileAttention {
     scores_ = carve(rows_ * kTileStates);
     rescale_ = carve(kRowSlots);
     weight_ = carve(kRowSlots);
-    key_scales_ = carve(kTileStates);
-    value_scales_ = carve(kTileStates);
-    decoded_ = reinterpret_cast<uint8_t*>(carve(decoded_floats(a)));
+    query_sums_ = carve(kRowSlots);
+    group_scales_ = carve(group_scale_floats(a));
+    finished_ = carve(Cells::finish_floats(a));
+    decoded_ = reinterpret_cast<uint8_t*>(
+        carve(kTileStates * Cells::decoded_bytes(a) / 4));
     total_ = SoftmaxState(carve(partial_floats(a, rows_)), rows_, acc_row_);
     running_ = SoftmaxState(carve(partial_floats(a, rows_)), rows_, acc_row_);
     find_key_ranges();
@@ -145,7 +166,15 @@ class TileAttention {
     for (int row = 0; row < rows_; ++row) {
       const int64_t from = token_of(row) * a_.query.token_stride +
                            head_of(row) * a_.query.head_stride;
-      Units::load_query(queries_ + row * key_row_, a_.query, from, key_row_);
+      uint32_t* const to = queries_ + row * key_row_;
+      cells_.load_query(to, a_.query, from, key_row_);
+      if constexpr (Cells::kKeyBiases) {
+        F sum = set1(0.f);
+        for (int i = 0; i < key_row_; i += kLanes) {
+          sum = Units::dot(sum, u_load(to + i), Units::ones());
+        }
+        query_sums_[row] = reduce_add(sum);
+      }
     }
   }
 
@@ -159,9 +188,10 @@ class TileAttention {
 
   // Cells of the states from `tile` on. Slots before the first key any row sees or past
   // the last repeat the nearest such key: their pages may be freed or unwritten.
-  void locate(int64_t tile, const uint8_t** cells) const {
+  void locate(int64_t tile) {
     const Pages& pages = a_.pages;
-    const uint8_t* const head = pages.data + w_.kv_head * pages.head_stride;
+    const PageRun& run = cells_.page_run(0);
+    const int64_t head = run.base + w_.kv_head * run.head_stride;
     const int32_t* const table = a_.block_table + w_.request * a_.block_table_stride;
     const int64_t begin = larger(tile, first_);
     int64_t block = begin / pages.block_size;
@@ -170,25 +200,40 @@ class TileAttention {
     const int end = static_cast<int>(smaller(kTileStates, last_ - tile));
     const int leading = slot;
     while (slot < end) {
-      const uint8_t* cell = head + table[block] * pages.block_stride +
-                            in_block * pages.state_stride;
+      const uint8_t* const page = pages.data + table[block] * pages.block_stride;
+      const uint8_t* cell = page + head + in_block * run.state_stride;
       const int stop = static_cast<int>(smaller(end, slot + pages.block_size - in_block));
-      for (; slot < stop; ++slot, cell += pages.state_stride) cells[slot] = cell;
+      int64_t place = w_.kv_head * static_cast<int64_t>(pages.block_size) + in_block;
+      for (; slot < stop; ++slot, cell += run.state_stride) {
+        cells_here_[slot] = cell;
+        if constexpr (Cells::kPlaced) {
+          pages_here_[slot] = page;
+          places_here_[slot] = static_cast<int32_t>(place++);
+        }
+      }
       in_block = 0;
       ++block;
     }
-    for (int i = 0; i < leading; ++i) cells[i] = cells[leading];
-    for (int i = end; i < kTileStates; ++i) cells[i] = cells[end - 1];
+    for (int i = 0; i < leading; ++i) repeat(i, leading);
+    for (int i = end; i < kTileStates; ++i) repeat(i, end - 1);
+  }
+
+  void repeat(int slot, int of) {
+    cells_here_[slot] = cells_here_[of];
+    if constexpr (Cells::kPlaced) {
+      pages_here_[slot] = pages_here_[of];
+      places_here_[slot] = places_here_[of];
+    }
   }
 
   void run_tile(int64_t tile) {
     const int states = static_cast<int>(smaller(kTileStates, last_ - tile));
     const int vectors = (states + kLanes - 1) / kLanes;
-    locate(tile, cells_here_);
+    locate(tile);
     ahead_.start_tile(tile);
     if constexpr (Cells::kDecoded) decode_cells(vectors * kLanes);
 
-    if (rows_ <= kFewRows) {
+    if (rows_ <= Cells::kFewRows) {
       few_rows<1>(tile, states, vectors);
     } else {
       many_rows(tile, states, vectors);
@@ -201,7 +246,14 @@ class TileAttention {
     uint8_t* row = decoded_ - cells_.row_bytes;
     for (int i = 0; i < slots; ++i) {
       const uint8_t* const cell = cells_here_[i];
-      if (cell != last) cells_.decode(cell, row += cells_.row_bytes);
+      if (cell != last) {
+        row += cells_.row_bytes;
+        if constexpr (Cells::kPlaced) {
+          cells_.decode({cell, pages_here_[i], places_here_[i]}, row);
+        } else {
+          cells_.decode(cell, row);
+        }
+      }
       last = cell;
       cells_here_[i] = row;
     }
@@ -218,12 +270,25 @@ class TileAttention {
     scores.b = keys_;
     scores.b_step = kLanes;
     scores.b_vector = key_row_ * kLanes;
-    scores.steps = key_units_;
-    product<Units>(scores, rows_, vectors);
+    scores.steps = key_raws_ * kExpand;
+    if constexpr (Cells::kKeyGroup > 0) {
+      scores.steps = Cells::kKeyGroup * kExpand;
+      scores.scales = group_scales_;
+      scores.scales_vector = group_scale_floats(a_) / (kTileStates / kLanes);
+      clear_scores(vectors);
+      for (int raw = 0; raw < key_raws_; raw += Cells::kKeyGroup) {
+        product<Units>(scores, rows_, vectors);
+        scores.a += scores.steps;
+        scores.b += scores.steps * kLanes;
+        scores.scales += kLanes;
+      }
+    } else {
+      product<Units>(scores, rows_, vectors);
+    }
 
     softmax(tile, vectors);
 
-    const int groups = (states + kElems - 1) / kElems;
+    const int groups = (states + kGroupStates - 1) / kGroupStates;
     for (int group = 0; group < groups; ++group) unpack_values(group);
     ProductArgs sums{};
     sums.c = running_.acc;
@@ -233,67 +298,84 @@ class TileAttention {
     sums.b = values_;
     sums.b_step = acc_row_;
     sums.b_vector = kLanes;
-    sums.steps = groups;
+    sums.steps = groups * kDots;
     sums.rescale = rescale_;
-    product<Units>(sums, rows_, (head_size_v_ + kLanes - 1) / kLanes);
+    product<Units>(sums, rows_, value_vectors());
+  }
+
+  // Registers of sums that hold an element.
+  int value_vectors() const {
+    if constexpr (kValueElems == kElems * kLanes) {
+      return (head_size_v_ + kLanes - 1) / kLanes;
+    }
+    return static_cast<int>(round_up(head_size_v_, kValueElems) / kLanes);
+  }
+
+  void clear_scores(int vectors) {
+    for (int row = 0; row < rows_; ++row) {
+      for (int v = 0; v < vectors; ++v) {
+        store(scores_ + row * kTileStates + v * kLanes, set1(0.f));
+      }
+    }
   }
 
   // Multiplies states as they are unpacked, in registers; sums in the same order as
   // many_rows, to the same bits.
   template <int kRows>
   void few_rows(int64_t tile, int states, int vectors) {
-    if constexpr (kRows < kFewRows) {
+    if constexpr (kRows < Cells::kFewRows) {
       if (rows_ != kRows) return few_rows<kRows + 1>(tile, states, vectors);
     }
     for (int strip = 0; strip < vectors; ++strip) score_strip<kRows>(strip);
     softmax(tile, vectors);
-    const int groups = (states + kElems - 1) / kElems;
-    for (int elem = 0; elem < head_size_v_; elem += kElems * kLanes) {
+    const int groups = (states + kGroupStates - 1) / kGroupStates;
+    for (int elem = 0; elem < head_size_v_; elem += kValueElems) {
       sum_values<kRows>(elem, groups);
     }
   }
 
-  // kLanes states, transposed: one register per unit of the head, one lane per state.
-  __attribute__((always_inline)) void transposed_keys(int strip, int unit,
+  // kLanes states, transposed: one raw register per raw unit of the head, one lane per
+  // state.
+  __attribute__((always_inline)) void transposed_keys(int strip, int raw,
                                                       U (&r)[kLanes]) const {
-    constexpr int kWhole = kLanes * kElems;
     const uint8_t* const* const cells = cells_here_ + strip * kLanes;
-    const int elem = unit * kElems;
+    const int elem = raw * kElems * kExpand;
     const int left = head_size_ - elem;
-    if (left >= kWhole) {  // the usual case, without masks
+    if (left >= kKeyElems) {  // the usual case, without masks
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) r[i] = cells_.load_key(cells[i], elem, kWhole);
+      for (int i = 0; i < kLanes; ++i) r[i] = cells_.load_key(cells[i], elem, kKeyElems);
     } else {
       for (int i = 0; i < kLanes; ++i) r[i] = cells_.load_key(cells[i], elem, left);
     }
     transpose(r);
   }
 
-  // kElems states, interleaved: one unit per element of the head, from `elem` on.
-  __attribute__((always_inline)) void interleaved_values(int group, int elem,
-                                                         U (&r)[kElems]) const {
-    constexpr int kWhole = kLanes * kElems;
-    const uint8_t* const* const cells = cells_here_ + group * kElems;
+  // kGroupStates states, interleaved: one unit per element of the head, from `elem` on.
+  __attribute__((always_inline)) void interleaved_values(const Tables& tables, int group,
+                                                         int elem,
+                                                         U (&r)[kDots][kRegs]) const {
+    const int slot = group * kGroupStates;
     const int left = head_size_v_ - elem;
-    if (left >= kWhole) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kElems; ++i) r[i] = cells_.load_value(cells[i], elem, kWhole);
+    const int count = left >= kValueElems ? kValueElems : left;
+    if constexpr (Cells::kPlaced && !Cells::kDecoded) {
+      cells_.load_values(tables, pages_here_ + slot, places_here_ + slot, elem, count, r);
+    } else if (left >= kValueElems) {
+      cells_.load_values(tables, cells_here_ + slot, elem, kValueElems, r);
     } else {
-      for (int i = 0; i < kElems; ++i) r[i] = cells_.load_value(cells[i], elem, left);
+      cells_.load_values(tables, cells_here_ + slot, elem, left, r);
     }
-    Units::interleave(r);
   }
 
-  // Lines of the tile ahead to ask for while `registers` of this one are multiplied: as
+  // Lines of the tile ahead to ask for while some bytes of this one are multiplied: as
   // many as these came from, at least one.
-  static constexpr int lines_of(int registers) {
-    const int lines = registers * Cells::kRegisterBytes / kCacheLine;
-    return lines > 0 ? lines : 1;
+  static constexpr int lines_of(int bytes) {
+    return bytes > kCacheLine ? bytes / kCacheLine : 1;
   }
 
-  static constexpr int kValueLines = lines_of(kElems);
-  static constexpr int kGroupsPerLine =
-      kValueLines * kCacheLine / (kElems * Cells::kRegisterBytes);
+  static constexpr int kKeyLines = lines_of(kLanes * Cells::kRegisterBytes);
+  static constexpr int kValueBytes = Cells::kValueGroupBytes;
+  static constexpr int kValueLines = lines_of(kValueBytes);
+  static constexpr int kGroupsPerLine = (kValueLines * kCacheLine) / kValueBytes;
 
   __attribute__((always_inline)) const uint8_t* value_lines_ahead(int group) {
     if (group % kGroupsPerLine == 0) return ahead_.take(kValueLines);
@@ -308,31 +390,63 @@ class TileAttention {
 
   // Line i of kLanes registers, of which a line may hold several.
   VLLM_INLINE void ask_for_line_of(const uint8_t* lines, int i) {
-    constexpr int kPerLine = kLanes / lines_of(kLanes);
+    constexpr int kPerLine = kLanes / kKeyLines;
     if (i % kPerLine == 0) prefetch_line(lines + i / kPerLine * kCacheLine);
+  }
+
+  float* strip_scales(int strip) const {
+    return group_scales_ + strip * (group_scale_floats(a_) / (kTileStates / kLanes));
+  }
+
+  void load_group_scales(int strip) {
+    if constexpr (Cells::kKeyGroup > 0) {
+      const int slot = strip * kLanes;
+      cells_.load_group_scales(pages_here_ + slot, places_here_ + slot,
+                               strip_scales(strip));
+    }
   }
 
   void unpack_keys(int strip) {
     uint32_t* const to = keys_ + strip * key_row_ * kLanes;
-    for (int unit = 0; unit < key_units_; unit += kLanes) {
+    const Tables tables = cells_.tables();
+    load_group_scales(strip);
+    F square = set1(0.f);
+    for (int raw = 0; raw < key_raws_; raw += kLanes) {
       U r[kLanes];
-      transposed_keys(strip, unit, r);
-      const uint8_t* const ahead = ahead_.take(lines_of(kLanes));
+      transposed_keys(strip, raw, r);
+      const uint8_t* const ahead = ahead_.take(kKeyLines);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
-        u_store(to + (unit + i) * kLanes, r[i]);
+        if (raw + i >= key_raws_) break;
         ask_for_line_of(ahead, i);
+        U units[kExpand];
+        cells_.expand_key(tables, r[i], units);
+#pragma GCC unroll 4
+        for (int j = 0; j < kExpand; ++j) {
+          u_store(to + ((raw + i) * kExpand + j) * kLanes, units[j]);
+          if constexpr (Cells::kKeySquares) {
+            square = Units::dot(square, units[j], units[j]);
+          }
+        }
       }
+    }
+    if constexpr (Cells::kKeySquares) {
+      store(numbers_.key_square + strip * kLanes, square);
     }
   }
 
   void unpack_values(int group) {
-    uint32_t* const to = values_ + group * acc_row_;
-    for (int elem = 0; elem < head_size_v_; elem += kElems * kLanes) {
-      U r[kElems];
-      interleaved_values(group, elem, r);
+    const Tables tables = cells_.tables();
+    uint32_t* const to = values_ + group * kDots * acc_row_;
+    for (int elem = 0; elem < head_size_v_; elem += kValueElems) {
+      U r[kDots][kRegs];
+      interleaved_values(tables, group, elem, r);
+      for (int d = 0; d < kDots; ++d) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kElems; ++i) u_store(to + elem + i * kLanes, r[i]);
+        for (int i = 0; i < kRegs; ++i) {
+          u_store(to + d * acc_row_ + elem + i * kLanes, r[d][i]);
+        }
+      }
       ask_for<kValueLines>(value_lines_ahead(group));
     }
   }
@@ -341,22 +455,52 @@ class TileAttention {
   void score_strip(int strip) {
     const uint32_t* const queries = queries_;
     const int64_t query_row = key_row_;
+    const int raws = key_raws_;
+    const Tables tables = cells_.tables();
+    load_group_scales(strip);
+    const float* scales = Cells::kKeyGroup > 0 ? strip_scales(strip) : nullptr;
+    F square = set1(0.f);
     F acc[kRows];
+    F part[kRows];
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) acc[row] = set1(0.f);
-    for (int unit = 0; unit < key_row_; unit += kLanes) {
+    for (int row = 0; row < kRows; ++row) acc[row] = part[row] = set1(0.f);
+    for (int raw = 0; raw < raws; raw += kLanes) {
       U r[kLanes];
-      transposed_keys(strip, unit, r);
-      const uint8_t* const ahead = ahead_.take(lines_of(kLanes));
+      transposed_keys(strip, raw, r);
+      const uint8_t* const ahead = ahead_.take(kKeyLines);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) {
+        if (kExpand > 1 && raw + i >= raws) break;
         ask_for_line_of(ahead, i);
+        U units[kExpand];
+        cells_.expand_key(tables, r[i], units);
+#pragma GCC unroll 4
+        for (int j = 0; j < kExpand; ++j) {
+          if constexpr (Cells::kKeySquares) {
+            square = Units::dot(square, units[j], units[j]);
+          }
 #pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-          const uint32_t* const query = queries + row * query_row + unit + i;
-          acc[row] = Units::dot_one(acc[row], r[i], query);
+          for (int row = 0; row < kRows; ++row) {
+            const uint32_t* const query =
+                queries + row * query_row + (raw + i) * kExpand + j;
+            F& sum = Cells::kKeyGroup > 0 ? part[row] : acc[row];
+            sum = Units::dot_one(sum, units[j], query);
+          }
+        }
+        if constexpr (Cells::kKeyGroup > 0) {
+          if ((i + 1) % Cells::kKeyGroup != 0) continue;
+          const F scale = load(scales);
+          scales += kLanes;
+#pragma GCC unroll 8
+          for (int row = 0; row < kRows; ++row) {
+            acc[row] = fma(part[row], scale, acc[row]);
+            part[row] = set1(0.f);
+          }
         }
       }
+    }
+    if constexpr (Cells::kKeySquares) {
+      store(numbers_.key_square + strip * kLanes, square);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -367,41 +511,45 @@ class TileAttention {
   template <int kRows>
   void sum_values(int elem, int groups) {
     const uint32_t* const probabilities = probabilities_;
-    F acc[kRows][kElems];
+    const Tables tables = cells_.tables();
+    F acc[kRows][kRegs];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kElems; ++i) {
+      for (int i = 0; i < kRegs; ++i) {
         acc[row][i] = mul(load(running_.acc + row * acc_row_ + elem + i * kLanes),
                           set1(rescale_[row]));
       }
     }
     for (int group = 0; group < groups; ++group) {
-      U r[kElems];
-      interleaved_values(group, elem, r);
+      U r[kDots][kRegs];
+      interleaved_values(tables, group, elem, r);
       ask_for<kValueLines>(value_lines_ahead(group));
+#pragma GCC unroll 2
+      for (int d = 0; d < kDots; ++d) {
 #pragma GCC unroll 8
-      for (int row = 0; row < kRows; ++row) {
-        const U p = u_set1(probabilities[row * (kTileStates / kElems) + group]);
+        for (int row = 0; row < kRows; ++row) {
+          const U p =
+              u_set1(probabilities[row * (kTileStates / kElems) + group * kDots + d]);
 #pragma GCC unroll 4
-        for (int i = 0; i < kElems; ++i) acc[row][i] = Units::dot(acc[row][i], r[i], p);
+          for (int i = 0; i < kRegs; ++i) {
+            acc[row][i] = Units::dot(acc[row][i], r[d][i], p);
+          }
+        }
       }
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
-      for (int i = 0; i < kElems; ++i) {
+      for (int i = 0; i < kRegs; ++i) {
         store(running_.acc + row * acc_row_ + elem + i * kLanes, acc[row][i]);
       }
     }
   }
 
   void softmax(int64_t tile, int vectors) {
-    if constexpr (Cells::kStateScales) {
-      for (int i = 0; i < vectors * kLanes; ++i) {
-        key_scales_[i] = cells_.key_scale(cells_here_[i]);
-        value_scales_[i] = cells_.value_scale(cells_here_[i]);
-      }
+    if constexpr (Cells::kKeyScales || Cells::kValueScales) {
+      cells_.load_numbers(cells_here_, vectors * kLanes, numbers_);
     }
     for (int row = 0; row < rows_; ++row) weight_[row] = mask_scores(tile, row, vectors);
     for (int row = 0; row < rows_; row += kLanes) {
@@ -413,6 +561,7 @@ class TileAttention {
     for (int row = 0; row < rows_; ++row) {
       const float sum = exponentiate(row, vectors);
       running_.sum[row] = running_.sum[row] * rescale_[row] + sum;
+      if constexpr (Cells::kValueBiases) add_value_biases(row, vectors);
     }
   }
 
@@ -426,8 +575,12 @@ class TileAttention {
     F largest = set1(kLowestMax);
     for (int v = 0; v < vectors; ++v) {
       float* const p = scores_ + row * kTileStates + v * kLanes;
-      F x = mul(load(p), scale);
-      if constexpr (Cells::kStateScales) x = mul(x, load(key_scales_ + v * kLanes));
+      F x = load(p);
+      if constexpr (Cells::kKeyBiases) {
+        x = fma(load(numbers_.key_bias + v * kLanes), set1(query_sums_[row]), x);
+      }
+      x = mul(x, scale);
+      if constexpr (Cells::kKeyScales) x = mul(x, load(numbers_.key_scale + v * kLanes));
       if (capped) x = mul(tanh(x), set1(a_.soft_cap));
       if (partial) {
         x = keep_range(x, static_cast<int>(larger(lo - v * kLanes, 0)),
@@ -439,18 +592,38 @@ class TileAttention {
     return reduce_max(largest);
   }
 
-  // Leaves e^(score - max) as the row's probabilities; returns their sum.
+  // Leaves e^(score - max) as the row's probabilities, and as its scores where biases
+  // follow; returns their sum.
   float exponentiate(int row, int vectors) {
     const F top = set1(running_.max[row]);
     F sum = set1(0.f);
     for (int v = 0; v < vectors; ++v) {
       F p = exp(sub(load(scores_ + row * kTileStates + v * kLanes), top));
       sum = add(sum, p);
-      if constexpr (Cells::kStateScales) p = mul(p, load(value_scales_ + v * kLanes));
-      Units::store_probabilities(
+      if constexpr (Cells::kValueBiases) {
+        store(scores_ + row * kTileStates + v * kLanes, p);
+      }
+      if constexpr (Cells::kValueScales) {
+        p = mul(p, load(numbers_.value_scale + v * kLanes));
+      }
+      cells_.store_probabilities(
           probabilities_ + (row * kTileStates + v * kLanes) / kElems, p);
     }
     return reduce_add(sum);
+  }
+
+  float& value_bias(const SoftmaxState& state, int row) const {
+    return state.acc[(row + 1) * acc_row_ - kLanes];
+  }
+
+  void add_value_biases(int row, int vectors) {
+    F sum = set1(0.f);
+    for (int v = 0; v < vectors; ++v) {
+      sum = fma(load(scores_ + row * kTileStates + v * kLanes),
+                load(numbers_.value_bias + v * kLanes), sum);
+    }
+    float& bias = value_bias(running_, row);
+    bias = bias * rescale_[row] + reduce_add(sum);
   }
 
   // Rows that attend to nothing become 0.
@@ -462,7 +635,12 @@ class TileAttention {
     for (int row = 0; row < rows_; ++row) {
       const float sum = total_.sum[row];
       const F factor = set1(sum == 0.f ? 0.f : a_.v_scale / sum);
-      const float* const from = total_.acc + row * acc_row_;
+      const float* from = total_.acc + row * acc_row_;
+      if constexpr (Cells::kFinishes) {
+        const float bias = Cells::kValueBiases ? value_bias(total_, row) : 0.f;
+        cells_.finish(from, bias, finished_);
+        from = finished_;
+      }
       const int64_t to = token_of(row) * a_.out.token_stride +
                          head_of(row) * a_.out.head_stride;
       switch (a_.out.dtype) {
@@ -489,8 +667,8 @@ class TileAttention {
   const int group_;          // query heads per KV head
   const int head_size_;
   const int head_size_v_;
-  const int key_units_;
-  const int64_t key_row_;    // key_units_, rounded up to whole registers
+  const int key_raws_;       // raw units of a key
+  const int64_t key_row_;    // units of a key, rounded up to whole registers
   const int64_t acc_row_;
   uint32_t* queries_;        // [rows, key_row]
   uint32_t* keys_;           // [strips, key_row, kLanes]
@@ -500,8 +678,9 @@ class TileAttention {
   float* scores_;            // [rows, kTileStates]
   float* rescale_;
   float* weight_;
-  float* key_scales_;
-  float* value_scales_;
+  float* query_sums_;
+  float* group_scales_;      // [strips, groups, kLanes]
+  float* finished_;
   SoftmaxState total_;
   SoftmaxState running_;
   const int64_t first_;      // keys that any row sees
@@ -510,6 +689,20 @@ class TileAttention {
   int32_t row_begin_[kMaxRows];
   int32_t row_end_[kMaxRows];
   const uint8_t* cells_here_[kTileStates];
+  const uint8_t* pages_here_[Cells::kPlaced ? kTileStates : 1];
+  int32_t places_here_[Cells::kPlaced ? kTileStates : 1];  // head * block_size + state
+  StateNumbers numbers_;
 };
+
+#if defined(__AVX512BF16__)
+// The kernel over some cells, where the instruction set has bf16 products.
+template <class Cells>
+struct PairKernel {
+  static constexpr AttentionKernel kKernel = TileAttention<Cells>::kernel();
+};
+#define VLLM_PAIRS(...) &PairKernel<__VA_ARGS__>::kKernel
+#else
+#define VLLM_PAIRS(...) nullptr
+#endif
 
 }  // namespace vllm_cpu::VLLM_ISA

@@ -38,7 +38,8 @@ const KernelTable* table_of(const char* isa) {
   const bool has_avx512 =
       __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512bf16");
   if (has_avx2 && strcmp(isa, "avx2") == 0) return &avx2::kTable;
   if (has_avx512 && strcmp(isa, "avx512") == 0) return &avx512::kTable;
 #endif

@@ -8,8 +8,10 @@ namespace vllm_cpu::VLLM_ISA {
 
 const AttentionKernel* dense_attention(int32_t cell_format, int32_t query_dtype);
 const AttentionKernel* latent_attention(int32_t cell_format, int32_t query_dtype);
+const AttentionKernel* packed_attention(int32_t cell_format, int32_t query_dtype);
 int32_t store_cells(const StoreArgs& args);
 int32_t store_latents(const StoreArgs& args);
+int32_t store_packed(const StoreArgs& args);
 double read_bytes(const void* data, int64_t num_bytes);
 
 }  // namespace vllm_cpu::VLLM_ISA

@@ -4,8 +4,7 @@
 // multiplications.
 #pragma once
 
-#include "simd.h"
-#include "work.h"
+#include "cells.h"
 
 namespace vllm_cpu::VLLM_ISA {
 
@@ -16,21 +15,27 @@ constexpr int64_t kBytesAhead = 32 << 10;
 class Prefetcher {
  public:
   // `near`: memory of this thread, as many lines as are ever taken at once.
+  template <class Cells>
   Prefetcher(const AttentionArgs& a, const WorkItem& item, const WorkItem* next,
-             int cell_bytes, const void* near)
+             const Cells& cells, const void* near)
       : a_(a),
         item_(item),
         next_(next),
-        cell_bytes_(cell_bytes),
-        states_ahead_(round_up(kBytesAhead / cell_bytes, kTileStates)),
+        runs_(&cells.page_run(0)),
+        num_runs_(cells.num_runs()),
         near_(static_cast<const uint8_t*>(near)),
         line_(near_),
-        run_end_(near_) {}
+        run_end_(near_) {
+    int64_t state_bytes = 0;
+    for (int i = 0; i < num_runs_; ++i) state_bytes += runs_[i].bytes;
+    states_ahead_ = round_up(kBytesAhead / state_bytes, kTileStates);
+  }
 
   // Starts on the tile that lies far enough ahead of the one read now: of this item, or
   // of the next where this one ends.
   void start_tile(int64_t tile) {
     state_ = tile + states_ahead_;
+    run_ = 0;
     const int64_t end = round_up(last_key(item_), kTileStates);
     if (state_ < end) {
       follow(item_);
@@ -65,7 +70,7 @@ class Prefetcher {
 
   void follow(const WorkItem& w) {
     table_ = a_.block_table + w.request * a_.block_table_stride;
-    head_ = a_.pages.data + w.kv_head * a_.pages.head_stride;
+    kv_head_ = w.kv_head;
     state_ = larger(state_, w.keys.begin);  // pages before may be gone
     end_ = last_key(w);
     if (state_ < end_) {
@@ -82,18 +87,21 @@ class Prefetcher {
     step_ = 0;
   }
 
-  // A run is the rest of a page where cells touch, else one cell.
+  // The rest of one of the page's runs where states touch, else one state.
   void start_run() {
     const Pages& pages = a_.pages;
+    const PageRun& run = runs_[run_];
     const int64_t in_block = state_ % pages.block_size;
-    line_ = head_ + table_[state_ / pages.block_size] * pages.block_stride +
-            in_block * pages.state_stride;
-    const int64_t run = pages.state_stride == cell_bytes_
-                            ? smaller(pages.block_size - in_block, end_ - state_)
-                            : 1;
-    run_end_ = line_ + run * cell_bytes_;
-    state_ += run;
+    line_ = pages.data + table_[state_ / pages.block_size] * pages.block_stride +
+            run.base + kv_head_ * run.head_stride + in_block * run.state_stride;
+    const int64_t states = runs_->state_stride == runs_->bytes
+                               ? smaller(pages.block_size - in_block, end_ - state_)
+                               : 1;
+    run_end_ = line_ + states * run.bytes;
     step_ = kCacheLine;
+    if (++run_ < num_runs_) return;
+    run_ = 0;
+    state_ += states;
   }
 
   __attribute__((noinline)) void take_one_by_one(int count) {
@@ -110,16 +118,18 @@ class Prefetcher {
   const AttentionArgs& a_;
   const WorkItem& item_;
   const WorkItem* const next_;
-  const int64_t cell_bytes_;
-  const int64_t states_ahead_;
+  const PageRun* const runs_;
+  const int num_runs_;
+  int64_t states_ahead_;
   const uint8_t* const near_;
   const uint8_t* line_;
   const uint8_t* run_end_;
   int64_t step_ = 0;           // 0 at rest
-  int64_t state_ = 0;  // after the run
+  int run_ = 0;
+  int64_t state_ = 0;          // of the run to start next
   int64_t end_ = 0;
   const int32_t* table_ = nullptr;
-  const uint8_t* head_ = nullptr;
+  int64_t kv_head_ = 0;
 };
 
 }  // namespace vllm_cpu::VLLM_ISA

@@ -20,6 +20,8 @@ struct ProductArgs {
   int64_t b_vector;      // units from vector to vector
   int steps;
   const float* rescale;  // null: overwrite C; else C = C * rescale[row] + A B
+  const float* scales;   // null, or per element of a vector: C = C + scales * (A B)
+  int64_t scales_vector; // floats from vector to vector
 };
 
 template <class Units, int kRows, int kVectors>
@@ -52,7 +54,13 @@ static void product_block(const ProductArgs& p) {
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(p.c + r * p.c_row + v * kLanes, acc[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      float* const c = p.c + r * p.c_row + v * kLanes;
+      if (p.scales != nullptr) {
+        acc[r][v] = fma(acc[r][v], load(p.scales + v * p.scales_vector), load(c));
+      }
+      store(c, acc[r][v]);
+    }
   }
 }
 
@@ -79,7 +87,7 @@ static void product_vectors(const ProductArgs& p, int rows, int vectors) {
 }
 
 template <class Units>
-static void product(const ProductArgs& whole, int rows, int vectors) {
+void product(const ProductArgs& whole, int rows, int vectors) {
   const int row_blocks = (rows + kBlockRows - 1) / kBlockRows;
   for (int v = 0; v < vectors; v += kBlockVectors) {
     for (int block = 0; block < row_blocks; ++block) {
@@ -89,11 +97,20 @@ static void product(const ProductArgs& whole, int rows, int vectors) {
       p.a += begin * p.a_row;
       p.b += v * p.b_vector;
       p.c += begin * p.c_row + v * kLanes;
+      if (p.scales != nullptr) p.scales += v * p.scales_vector;
       if (p.rescale != nullptr) p.rescale += begin;
       const int width = static_cast<int>(smaller(vectors - v, kBlockVectors));
       product_vectors<Units>(p, end - begin, width);
     }
   }
 }
+
+// Compiled once, in product.cpp.
+#if !defined(VLLM_PRODUCT_UNIT)
+extern template void product<Float32Units>(const ProductArgs&, int, int);
+#if defined(__AVX512BF16__)
+extern template void product<BFloat16Units>(const ProductArgs&, int, int);
+#endif
+#endif
 
 }  // namespace vllm_cpu::VLLM_ISA

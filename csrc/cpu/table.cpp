@@ -10,11 +10,14 @@ namespace {
 
 const AttentionKernel* attention(int32_t cell_format, int32_t query_dtype) {
   const AttentionKernel* const dense = dense_attention(cell_format, query_dtype);
-  return dense == nullptr ? latent_attention(cell_format, query_dtype) : dense;
+  if (dense != nullptr) return dense;
+  const AttentionKernel* const packed = packed_attention(cell_format, query_dtype);
+  return packed == nullptr ? latent_attention(cell_format, query_dtype) : packed;
 }
 
 int32_t store(const StoreArgs& args) {
-  return args.cell_format < kLatentFloat32 ? store_cells(args) : store_latents(args);
+  if (args.cell_format >= kLatentFloat32) return store_latents(args);
+  return args.cell_format > kCellsBFloat16 ? store_packed(args) : store_cells(args);
 }
 
 }  // namespace

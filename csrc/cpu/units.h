@@ -14,6 +14,7 @@ struct Float32Units {
   VLLM_INLINE F dot(F acc, U b, U a) { return fma(as_float(a), as_float(b), acc); }
   VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a) { return dot(acc, b, u_set1(*a)); }
   VLLM_INLINE void interleave(U (&)[1]) {}
+  VLLM_INLINE U ones() { return as_units(set1(1.f)); }
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) { u_store(to, as_units(p)); }
 
   // The head that starts at element `from`, as units, 0 past its size.
@@ -63,6 +64,8 @@ struct BFloat16Units {
     rows[1] = _mm512_permutex2var_epi16(rows[0], high, rows[1]);
     rows[0] = first;
   }
+
+  VLLM_INLINE U ones() { return u_set1(0x3f803f80u); }
 
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(p));

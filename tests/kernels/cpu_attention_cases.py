@@ -108,7 +108,7 @@ class Batch:
             out,
             self.query,
             self.pages,
-            self.dtype,
+            cpu_kernels.dense_format(self.dtype),
             self.query_start_loc,
             self.seq_lens,
             self.block_table,

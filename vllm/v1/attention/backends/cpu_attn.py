@@ -1,6 +1,6 @@
 """CPU_ATTN: attention on the host, for every format that stores a K and a V per head.
 
-Dense pages go through the compiled kernels where they are built; everything else, and
+Formats with compiled kernels go through them where they are built; everything else, and
 a machine without a compiler, takes the REFERENCE path. Knows only which is which.
 """
 
@@ -18,9 +18,11 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.reference import (
     ReferenceAttentionBackend,
     ReferenceAttentionImpl,
+    scales_of,
 )
-from vllm.v1.attention.ops import cpu_kernels
+from vllm.v1.attention.ops import cpu_cells, cpu_kernels
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_formats import KVFormat
 
 CPUAttentionMetadata = PagedAttentionMetadata
 CPUAttentionMetadataBuilder = AttentionMetadataBuilder
@@ -50,7 +52,7 @@ class CPUAttentionBackend(ReferenceAttentionBackend):
 
 
 class CPUAttentionBackendImpl(ReferenceAttentionImpl):
-    """Compiled kernels for dense decoder layers, REFERENCE for the rest."""
+    """Compiled kernels for decoder layers, REFERENCE for what has none."""
 
     def __init__(
         self,
@@ -79,10 +81,21 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
-        dense = not (self.format.mode.is_quantized or self.format.opaque)
         self.uses_kernels = (
-            dense and attn_type == AttentionType.DECODER and cpu_kernels.available()
+            attn_type == AttentionType.DECODER and cpu_kernels.available()
         )
+        # What the kernels read: known from the first cache on, None without kernels.
+        self._served: dict[tuple[torch.dtype, int], KVFormat | None] = {}
+
+    def _served_format(self, kv_cache: torch.Tensor, size_v: int) -> KVFormat | None:
+        if not self.uses_kernels:
+            return None
+        key = kv_cache.dtype, size_v
+        if key not in self._served:
+            fmt = self.format.resolve(kv_cache.dtype)
+            served = cpu_cells.serves(fmt, self.head_size, size_v)
+            self._served[key] = fmt if served else None
+        return self._served[key]
 
     def do_kv_cache_update(
         self,
@@ -92,16 +105,17 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if not self.uses_kernels:
+        fmt = self._served_format(kv_cache, value.shape[-1])
+        if fmt is None:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         elif not self.shares_kv_cache:
-            tokens = slot_mapping.shape[0]
-            cpu_kernels.store_dense(
+            cpu_kernels.store(
                 kv_cache.view(torch.uint8),
                 slot_mapping,
-                key[:tokens],
-                value[:tokens],
-                kv_cache.dtype,
+                key,
+                value,
+                fmt,
+                scales_of(layer),
             )
 
     def forward(
@@ -117,7 +131,8 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         per_request = attn_metadata and isinstance(attn_metadata.causal, torch.Tensor)
-        if attn_metadata is None or per_request or not self.uses_kernels:
+        fmt = self._served_format(kv_cache, output.shape[-1])
+        if attn_metadata is None or per_request or fmt is None:
             return super().forward(
                 layer,
                 query,
@@ -134,7 +149,7 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
             output[:tokens],
             query[:tokens],
             kv_cache.view(torch.uint8),
-            kv_cache.dtype,
+            fmt,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
             attn_metadata.block_table,
@@ -145,5 +160,6 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             causal=attn_metadata.causal,
+            scales=scales_of(layer),
         )
         return output

@@ -149,7 +149,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
             slot_mapping,
             key[:tokens],
             value[:tokens],
-            _scales(layer),
+            scales_of(layer),
         )
 
     def forward(
@@ -259,7 +259,7 @@ class ReferenceAttentionImpl(AttentionImpl[PagedAttentionMetadata]):
                 self.head_size,
                 head_size_v,
                 torch.float32,
-                _scales(layer),
+                scales_of(layer),
             )
             stored = keys < ends
             value = value.view(*keys.shape, *value.shape[1:])
@@ -359,5 +359,5 @@ def _token_indices(group: RequestGroup, device: torch.device) -> torch.Tensor:
     return starts + torch.arange(group.query_len, device=device)
 
 
-def _scales(layer: AttentionLayer) -> KVScales:
+def scales_of(layer: AttentionLayer) -> KVScales:
     return KVScales(k=layer._k_scale_float, v=layer._v_scale_float)

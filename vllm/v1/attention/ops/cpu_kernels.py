@@ -1,7 +1,7 @@
 """The C++ kernels for CPUs, called through ctypes: cache writes and paged attention.
 
 Knows the C ABI of `csrc/cpu/api.h` and checks every argument that guards memory. Knows
-no KV format but the dense ones. Calls release the GIL and run on the OpenMP threads
+of KV formats what `cpu_cells` says. Calls release the GIL and run on the OpenMP threads
 that torch uses (`torch.set_num_threads`).
 """
 
@@ -13,6 +13,10 @@ import torch
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.attention.ops.cpu_cells import Cells, cells_of
+from vllm.v1.kv_formats import KVFormat, KVScales
+from vllm.v1.kv_formats.base import UNIT_SCALES
+from vllm.v1.kv_formats.dense import dense
 
 logger = init_logger(__name__)
 
@@ -73,6 +77,8 @@ class AttentionArgs(ctypes.Structure):
         ("soft_cap", ctypes.c_float),
         ("k_scale", ctypes.c_float),
         ("v_scale", ctypes.c_float),
+        ("key_table", ctypes.c_void_p),
+        ("value_table", ctypes.c_void_p),
     )
 
 
@@ -87,6 +93,8 @@ class StoreArgs(ctypes.Structure):
         ("cell_format", ctypes.c_int32),
         ("k_scale", ctypes.c_float),
         ("v_scale", ctypes.c_float),
+        ("key_table", ctypes.c_void_p),
+        ("value_table", ctypes.c_void_p),
     )
 
 
@@ -94,6 +102,7 @@ class _Kernels:
     """The library's functions, each looked up once."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.handle = library
         self.choose_isa = library.vllm_cpu_choose_isa
         self.choose_isa.argtypes = (ctypes.c_char_p,)
         self.choose_isa.restype = ctypes.c_char_p
@@ -188,13 +197,37 @@ def store_dense(
     value: torch.Tensor,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes one state per slot and head: K then V, as `dtype` (None: the key's).
+    """`store` in the dense format of `dtype` (None: the key's); the value may be empty.
 
-    pages: uint8 [B, H, N, C], cells contiguous, outer strides free. slot_mapping: int64
-    [T'], block * N + offset; slots outside the cache, such as -1, are skipped. key:
-    [T, H, D], value: [T, H, Dv], float32, float16 or bfloat16, last axis contiguous,
-    T >= T'.
     Values past the finite range of a narrower `dtype` saturate.
+    """
+    store(pages, slot_mapping, key, value, dense_format(dtype or key.dtype))
+
+
+def dense_format(dtype: torch.dtype) -> KVFormat:
+    if dtype not in _DTYPES:
+        raise ValueError(
+            f"cache dtype {dtype}: expected float32, float16 or bfloat16; other "
+            "formats have names"
+        )
+    return dense(dtype)
+
+
+def store(
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    fmt: KVFormat,
+    scales: KVScales = UNIT_SCALES,
+) -> None:
+    """Writes one state per slot and head: byte for byte what `fmt.store` writes.
+
+    pages: uint8 [B, slots, N, C], cells contiguous, outer strides free (but for formats
+    whose sides are whole). slot_mapping: int64 [T'], block * N + offset; slots outside
+    the cache, such as -1, are skipped. key: [T, H, D], value: [T, H, Dv], float32,
+    float16 or bfloat16, last axis contiguous, T >= T'. `scales` are the layer's, for
+    formats with scales per tensor. ValueError for arguments that do not fit.
     """
     if key.dtype != value.dtype:
         raise ValueError(f"key is {key.dtype} but value is {value.dtype}: cast one")
@@ -205,7 +238,8 @@ def store_dense(
             f"and {value.shape[0]} values"
         )
     key_rows, value_rows = rows_of("key", key), rows_of("value", value)
-    layer = _pages(pages, dtype or key.dtype, key_rows.size, value_rows.size)
+    cells = cells_of(fmt, key_rows.size, value_rows.size)
+    layer = _pages(pages, cells, key_rows.size, value_rows.size)
     if not key.shape[1] == value.shape[1] == layer.num_heads:
         raise ValueError(
             f"key has {key.shape[1]} heads, value {value.shape[1]}, the cache "
@@ -218,9 +252,10 @@ def store_dense(
         vector_at("slot_mapping", slot_mapping, torch.int64),
         None,
         tokens,
-        _DTYPES[dtype or key.dtype],
-        1.0,
-        1.0,
+        cells.number,
+        scales.k if cells.scaled else 1.0,
+        scales.v if cells.scaled else 1.0,
+        *cells.store_tables,
     )
     raise_for(library().store(args))
 
@@ -229,7 +264,7 @@ def paged_attention(
     out: torch.Tensor,
     query: torch.Tensor,
     pages: torch.Tensor,
-    dtype: torch.dtype,
+    fmt: KVFormat,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
@@ -240,25 +275,28 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     causal: bool = True,
+    scales: KVScales = UNIT_SCALES,
 ) -> None:
     """Attends R requests to their pages: prefill, decode and any mix of them.
 
     out: [T, Hq, Dv] and query: [T, Hq, D], float32, float16 or bfloat16, last axis
-    contiguous; rows past query_start_loc[R] are left alone. pages: uint8 [B, H, N, C]
-    holding `dtype`, cells contiguous, outer strides free; Hq is a multiple of H.
+    contiguous; rows past query_start_loc[R] are left alone. pages: uint8 [B, slots, N,
+    C] holding `fmt`, as for `store`; Hq is a multiple of the KV heads.
     query_start_loc: int32 [R + 1]. seq_lens: int32 [R], the new tokens included.
     block_table: int32 [R, W], rows may be strided.
 
     A sliding window of w tokens includes the query's own; without `causal` it reaches
     w - 1 tokens both ways. soft_cap c: c * tanh(logit / c). sinks: [Hq], one more logit
     per head that takes probability and adds no value. Sums are fp32; for bfloat16
-    queries and cache AVX-512 rounds the probabilities to bfloat16. A query that sees no
-    key gives 0. The bits of a row do not depend on the rest of the batch or on threads.
+    queries over other than float caches AVX-512 rounds queries, codebooks and
+    probabilities to bfloat16. A query that sees no key gives 0. The bits of a row do
+    not depend on the rest of the batch or on threads.
 
     Raises ValueError, before anything is written, for shapes, types and indices that do
     not fit.
     """
-    check_heads(out, query, pages, head_size, head_size_v)
+    cells = cells_of(fmt, head_size, head_size_v)
+    check_heads(out, query, pages, head_size, head_size_v, cells.sides)
     check_batch(query_start_loc, seq_lens, block_table)
     tokens, heads, _ = query.shape
     if sinks is not None:
@@ -268,7 +306,7 @@ def paged_attention(
     args = AttentionArgs(
         rows_of("out", out),
         rows_of("query", query),
-        _pages(pages, dtype, head_size, head_size_v),
+        _pages(pages, cells, head_size, head_size_v),
         vector_at("query_start_loc", query_start_loc, torch.int32),
         vector_at("seq_lens", seq_lens, torch.int32),
         address_of("block_table", block_table, torch.int32),
@@ -278,13 +316,14 @@ def paged_attention(
         seq_lens.shape[0],
         tokens,
         heads,
-        _DTYPES[dtype],
+        cells.number,
         causal,
         sliding_window,
-        scale,
+        scale * (scales.k if cells.scaled else 1.0),
         soft_cap,
         1.0,
-        1.0,
+        scales.v if cells.scaled else 1.0,
+        *cells.attention_tables,
     )
     raise_for(library().attention(args))
 
@@ -313,6 +352,7 @@ def check_heads(
     pages: torch.Tensor,
     head_size: int,
     head_size_v: int,
+    sides: int = 1,
 ) -> None:
     if query.dim() != 3 or query.shape[2] != head_size:
         raise ValueError(
@@ -324,10 +364,11 @@ def check_heads(
         raise ValueError(
             f"out has shape {tuple(out.shape)}: expected {(tokens, heads, head_size_v)}"
         )
-    if pages.dim() == 4 and (pages.shape[1] == 0 or heads % pages.shape[1]):
+    kv_heads = pages.shape[1] // sides if pages.dim() == 4 else 1
+    if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
-            f"{heads} query heads do not divide among {pages.shape[1]} KV heads: "
-            "expected a multiple"
+            f"{heads} query heads do not divide among {kv_heads} KV heads: expected a "
+            "multiple"
         )
 
 
@@ -377,14 +418,18 @@ def rows_of(name: str, tensor: torch.Tensor) -> Rows:
     return Rows(tensor.data_ptr(), token_stride, head_stride, code, tensor.shape[2])
 
 
-def _pages(pages: torch.Tensor, dtype: torch.dtype, size: int, size_v: int) -> Pages:
-    if dtype not in _DTYPES:
-        raise ValueError(
-            f"cache dtype {dtype}: expected float32, float16 or bfloat16; the torch "
-            "reference serves other formats"
-        )
-    what = f"{size} + {size_v} elements of {dtype}"
-    return pages_of(pages, (size + size_v) * dtype.itemsize, what)
+def _pages(pages: torch.Tensor, cells: Cells, size: int, size_v: int) -> Pages:
+    layer = pages_of(pages, cells.nbytes, f"{size} + {size_v} elements of {cells.name}")
+    if cells.whole_sides:
+        states, width = layer.block_size, cells.nbytes
+        dense_states = states % 4 == 0 and layer.state_stride == width
+        if not dense_states or layer.head_stride != states * width:
+            raise ValueError(
+                f"pages of {cells.name} have strides {pages.stride()} and {states} "
+                "states: expected dense head slots of a multiple of 4 states"
+            )
+        layer.num_heads //= cells.sides
+    return layer
 
 
 def pages_of(pages: torch.Tensor, cell_bytes: int, what: str) -> Pages:

@@ -1,0 +1,288 @@
+// e2m1 codes in groups of 16 with an e4m3 scale each. A page holds K codes, K scales,
+// V codes and V scales, each through all heads; V scales interleave four states.
+#include "../kv_formats.h"
+#include "attention_tile.h"
+#include "packed.h"
+#include "pairs.h"
+
+namespace vllm_cpu::VLLM_ISA {
+namespace {
+
+using Format = kv_formats::nvfp4;
+
+constexpr int kGroup = 16;
+constexpr int kInterleaved = Format{kGroup, kGroup}.v_scales_interleave();
+constexpr float kInputLimit = 0x1p58f;  // squared errors of a group stay finite
+constexpr float kSixth = static_cast<float>(1.0 / 6.0);
+constexpr float kQuarter = 0.25f;
+
+// Where the four parts of a page begin, and what a place takes in each.
+struct Parts {
+  int64_t k_codes, k_scales, v_codes, v_scales;
+  int64_t codes_stride, scales_stride;
+
+  Parts(const PackedArgs& a) {
+    const Format f{a.size, a.size_v};
+    const int64_t places = static_cast<int64_t>(a.num_heads) * a.block_size;
+    const int64_t side = places * f.state_bytes();
+    k_codes = places * f.k_codes_region() + f.k_codes_offset();
+    k_scales = places * f.k_scales_region() + f.k_scales_offset();
+    v_codes = side + places * f.v_codes_region() + f.v_codes_offset();
+    v_scales = side + places * f.v_scales_region() + f.v_scales_offset();
+    codes_stride = f.k_codes_stride();
+    scales_stride = f.k_scales_stride();
+  }
+
+  // The scales of the states around `place` whose bytes alternate.
+  int64_t v_scales_of(int64_t place) const {
+    return v_scales + place / kInterleaved * kInterleaved * scales_stride;
+  }
+};
+
+PageRun part_run(const PackedArgs& a, const Pages&, int run) {
+  const Parts parts(a);
+  const bool is_codes = run % 2 == 0;
+  const int64_t bases[] = {parts.k_codes, parts.k_scales, parts.v_codes, parts.v_scales};
+  const int64_t stride = is_codes ? parts.codes_stride : parts.scales_stride;
+  return {bases[run], a.block_size * stride, stride, static_cast<int32_t>(stride)};
+}
+
+constexpr int kRuns = 4;
+
+#if defined(__AVX512BF16__)
+struct E2M1Codes {
+  uint16_t values[16];
+  constexpr E2M1Codes() : values{} {
+    constexpr int kHalves[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    for (int code = 0; code < 16; ++code) {
+      values[code] = static_cast<uint16_t>(exact_bfloat16(kHalves[code & 7], -1) |
+                                           (code & 8) << 12);
+    }
+  }
+};
+
+// Scales are neither negative nor NaN; other bytes, of states never written, give
+// something finite.
+VLLM_INLINE F scales_of(U bytes) {
+  return mul(as_float(_mm512_slli_epi32(bytes, 20)), set1(0x1p120f));
+}
+
+struct Pairs : PlainCells<BFloat16Units> {
+  struct Tables {
+    Nibbles<4> key;
+    Nibbles<4> value;
+  };
+  static constexpr E2M1Codes kCodes{};
+  static constexpr int kKeyExpand = 4;
+  static constexpr int kKeyGroup = kGroup / 8;  // raw units of eight codes
+  static constexpr int kRegisterBytes = 64;
+  static constexpr int kValueDots = 2;
+  static constexpr int kValueRegs = 4;
+  static constexpr int kValueGroupBytes = 2 * Nibbles<4>::kValueGroupBytes;
+  static constexpr int kFewRows = 4;
+  static constexpr bool kPlaced = true;
+  static constexpr bool kFinishes = true;
+
+  explicit Pairs(const AttentionArgs& a)
+      : PlainCells(a, 0),
+        parts(packed_args(a)),
+        head_size(a.query.size),
+        coded{Nibbles<4>(kCodes.values, false), Nibbles<4>(kCodes.values, true)} {
+    for (int i = 0; i < kRuns; ++i) runs[i] = part_run(packed_args(a), a.pages, i);
+  }
+
+  static int64_t finish_floats(const AttentionArgs& a) {
+    return round_up(a.out.size, 64);
+  }
+  int num_runs() const { return kRuns; }
+  const PageRun& page_run(int i) const { return runs[i]; }
+  Tables tables() const { return coded; }
+
+  __attribute__((always_inline)) U load_key(const uint8_t* cell, int elem,
+                                            int count) const {
+    return coded.key.load_key(cell, elem, count);
+  }
+  VLLM_INLINE void expand_key(const Tables& tables, U raw, U (&units)[4]) {
+    tables.key.expand(raw, units);
+  }
+
+  // [groups, kLanes]: a register of states' scales for each group.
+  void load_group_scales(const uint8_t* const* pages, const int32_t* places,
+                         float* to) const {
+    const int groups = head_size / kGroup;
+    U r[kLanes];
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t offset = parts.k_scales + places[i] * parts.scales_stride;
+      r[i] = masked_bytes(pages[i] + offset, groups);
+    }
+    transpose(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if (4 * i >= groups) break;
+      const U low = u_set1(0xff);
+      float* const quad = to + 4 * i * kLanes;
+      store(quad, scales_of(_mm512_and_si512(r[i], low)));
+      store(quad + kLanes, scales_of(_mm512_and_si512(_mm512_srli_epi32(r[i], 8), low)));
+      store(quad + 2 * kLanes,
+            scales_of(_mm512_and_si512(_mm512_srli_epi32(r[i], 16), low)));
+      store(quad + 3 * kLanes, scales_of(_mm512_srli_epi32(r[i], 24)));
+    }
+  }
+
+  // Products of codes and scales have few bits: exact in bf16.
+  VLLM_INLINE U scaled(U pair, F low, F high) {
+    const U a = as_units(mul(as_float(_mm512_slli_epi32(pair, 16)), low));
+    const U upper = _mm512_and_si512(pair, u_set1(0xffff0000u));
+    const U b = as_units(mul(as_float(upper), high));
+    return _mm512_or_si512(_mm512_srli_epi32(a, 16), b);
+  }
+
+  __attribute__((always_inline)) void load_values(const Tables& tables,
+                                                  const uint8_t* const* pages,
+                                                  const int32_t* places, int elem,
+                                                  int count, U (&r)[2][4]) const {
+    const uint8_t* codes[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      codes[i] = pages[i] + parts.v_codes + places[i] * parts.codes_stride;
+    }
+    // Four groups of four states' bytes: a lane each, a group's side by side.
+    const uint8_t* const scales = pages[0] + parts.v_scales_of(places[0]) +
+                                  elem / kGroup * kInterleaved;
+    const int bytes = (count + kGroup - 1) / kGroup * kInterleaved;
+    const __m128i taken =
+        _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << bytes) - 1), scales);
+    const F quads = scales_of(_mm512_cvtepu8_epi32(taken));
+    const F first = _mm512_permute_ps(quads, 0x00);
+    const F second = _mm512_permute_ps(quads, 0x55);
+    const F third = _mm512_permute_ps(quads, 0xaa);
+    const F fourth = _mm512_permute_ps(quads, 0xff);
+    U pair[4];
+    tables.value.expand(tables.value.value_words(codes[0], codes[1], elem, count), pair);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) r[0][i] = scaled(pair[i], first, second);
+    tables.value.expand(tables.value.value_words(codes[2], codes[3], elem, count), pair);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) r[1][i] = scaled(pair[i], third, fourth);
+  }
+
+  void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) const {
+    alignas(64) float row[kMaxHead];
+    load_floats(row, query, from, 2 * units);
+    pair_up<kKeyExpand>(to, row, units);
+  }
+
+  void finish(const float* acc, float, float* to) const {
+    for (int block = 0; block < head_size; block += 64) {
+      for (int i = 0; i < 64; ++i) to[block + i] = acc[block + Nibbles<4>::place(i)];
+    }
+  }
+
+  Parts parts;
+  int head_size;
+  Tables coded;
+  PageRun runs[kRuns];
+};
+#endif
+
+void decode_groups(float* to, const uint8_t* codes, int size, const uint8_t* scales,
+                   int step) {
+  for (int group = 0; group < size / kGroup; ++group) {
+    float scale[kLanes];
+    store(scale, e4m3(Codes{} + scales[group * step]));
+    const F factor = set1(scale[0]);
+    for (int i = group * kGroup; i < (group + 1) * kGroup; i += kLanes) {
+      store(to + i, mul(e2m1(load_nibbles(codes + i / 2)), factor));
+    }
+  }
+}
+
+void decode(const PackedArgs& a, const State& state, float* key, float* value) {
+  const Parts parts(a);
+  const int64_t place = state.place;
+  const uint8_t* const page = state.page;
+  decode_groups(key, page + parts.k_codes + place * parts.codes_stride, a.size,
+                page + parts.k_scales + place * parts.scales_stride, 1);
+  decode_groups(value, page + parts.v_codes + place * parts.codes_stride, a.size_v,
+                page + parts.v_scales_of(place) + place % kInterleaved, kInterleaved);
+}
+
+float e4m3_value(uint32_t code) {
+  alignas(64) float value[kLanes];
+  store(value, e4m3(Codes{} + code));
+  return value[0];
+}
+
+struct Block {
+  uint8_t codes[kGroup];
+  uint32_t scale;
+
+  Block(const float* x, float reciprocal, float global_scale) {
+    scale = e4m3_code(largest_magnitude(x, kGroup) * reciprocal / global_scale);
+    const float step = e4m3_value(scale) * global_scale;
+    const float inverse = step > 0.f ? 1.f / step : 0.f;
+    for (int i = 0; i < kGroup; ++i) {
+      codes[i] = static_cast<uint8_t>(e2m1_code(x[i] * inverse));
+    }
+  }
+
+  float error(const float* x, float global_scale) const {
+    static constexpr float kValues[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
+                                          -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+    const float step = e4m3_value(scale) * global_scale;
+    float squares[kGroup];
+    for (int i = 0; i < kGroup; ++i) {
+      const float off = kValues[codes[i]] * step - x[i];
+      squares[i] = off * off;
+    }
+    return tree_sum(squares, kGroup);
+  }
+};
+
+template <bool kFourOverSix>
+void encode_side(uint8_t* codes, uint8_t* scales, int step, float* x, int size,
+                 float global_scale) {
+  make_finite(x, size, kInputLimit);
+  for (int group = 0; group < size / kGroup; ++group) {
+    const float* const from = x + group * kGroup;
+    Block block(from, kSixth, global_scale);
+    if (kFourOverSix) {
+      const Block other(from, kQuarter, global_scale);
+      if (other.error(from, global_scale) < block.error(from, global_scale)) {
+        block = other;
+      }
+    }
+    pack_codes<4>(codes + group * kGroup / 2, block.codes, kGroup);
+    scales[group * step] = static_cast<uint8_t>(block.scale);
+  }
+}
+
+template <bool kFourOverSix>
+void encode(const PackedArgs& a, const MutableState& state, float* key, float* value) {
+  const Parts parts(a);
+  const int64_t place = state.place;
+  uint8_t* const page = state.page;
+  encode_side<kFourOverSix>(page + parts.k_codes + place * parts.codes_stride,
+                            page + parts.k_scales + place * parts.scales_stride, 1, key,
+                            a.size, a.k_scale);
+  encode_side<kFourOverSix>(page + parts.v_codes + place * parts.codes_stride,
+                            page + parts.v_scales_of(place) + place % kInterleaved,
+                            kInterleaved, value, a.size_v, a.v_scale);
+}
+
+}  // namespace
+
+const PackedFormat* packed_nvfp4(int32_t cell_format) {
+  static constexpr const AttentionKernel* pairs = VLLM_PAIRS(Pairs);
+  static constexpr PackedFormat plain = {Rotation::kNone, part_run,      kRuns,
+                                         decode,          encode<false>, pairs};
+  static constexpr PackedFormat four_over_six = {Rotation::kNone, part_run,     kRuns,
+                                                 decode,          encode<true>, pairs};
+  switch (cell_format) {
+    case kPagesNvFp4: return &plain;
+    case kPagesNvFp4FourOverSix: return &four_over_six;
+    default: return nullptr;
+  }
+}
+
+}  // namespace vllm_cpu::VLLM_ISA
