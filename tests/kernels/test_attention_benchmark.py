@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.cpu_attention_cases import needs_library
 from vllm.benchmarks import attention
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_formats import by_name
 
 
 def arguments(*extra: str) -> argparse.Namespace:
@@ -27,13 +28,14 @@ def test_every_format_and_context_has_a_row(capsys: pytest.CaptureFixture[str]) 
     assert {(p["cache_dtype"], p["context"]) for p in figures["prefill"]} == cases
     for row in figures["decode"]:
         heads = row["million_token_heads_per_s"] * 1e6
-        size = 4 if row["cache_dtype"] == "float32" else 2
-        assert row["gb_per_s"] == pytest.approx(heads * 2 * 32 * size / 1e9)
+        cell = by_name(row["cache_dtype"]).bytes_per_token(1, 32, 32)
+        assert row["gb_per_s"] == pytest.approx(heads * cell / 1e9, rel=1e-3)
+        assert row["times_bfloat16"] > 0
         assert row["bandwidth_fraction"] > 0
     assert all(row["gflop_per_s"] > 0 for row in figures["prefill"])
 
 
 @needs_library
 def test_a_format_without_a_kernel_is_refused() -> None:
-    with pytest.raises(ValueError, match="nvfp4 has no CPU kernel"):
-        attention.run(arguments("--formats", "nvfp4"))
+    with pytest.raises(ValueError, match="fp8_ds_mla has no CPU kernel"):
+        attention.run(arguments("--formats", "fp8_ds_mla"))

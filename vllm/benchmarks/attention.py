@@ -1,7 +1,8 @@
 """`vllm bench attention`: decode and prefill of the CPU kernels per format and context.
 
 Decode is bound by memory: every repetition is paired with a plain read of as many bytes
-on the same threads, so that the fraction of the bandwidth holds on a busy machine.
+on the same threads, and with the same attention over bfloat16, so that fractions of the
+bandwidth and speed-ups hold on a busy machine.
 """
 
 import argparse
@@ -19,10 +20,19 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.math_utils import cdiv
 from vllm.utils.mem_constants import MiB_bytes
 from vllm.v1.attention.ops import cpu_kernels
-from vllm.v1.kv_formats import by_name
+from vllm.v1.attention.ops.cpu_cells import NUMBERS
+from vllm.v1.kv_formats import KVFormat, all_formats, by_name
 
 DTYPE = torch.bfloat16  # of queries
-FORMATS = ("bfloat16", "float16", "float32")
+BASE = "bfloat16"  # what the others are measured against
+FORMATS = (
+    BASE,
+    *(
+        fmt.name
+        for fmt in all_formats()
+        if fmt.format_id in NUMBERS and not fmt.alias_of and fmt.name != BASE
+    ),
+)
 CONTEXTS = (512, 2048, 8192)
 
 
@@ -44,6 +54,7 @@ class Decode:
     context: int
     requests: int
     million_token_heads_per_s: float
+    times_bfloat16: float  # token-heads/s, median over pairs of repetitions
     gb_per_s: float
     read_gb_per_s: float  # plain reads in the same minute
     bandwidth_fraction: float  # median over pairs of repetitions
@@ -63,33 +74,32 @@ class Prefill:
 class Caches:
     """Random pages of equal requests, blocks in random order."""
 
-    dtype: torch.dtype
-    pages: torch.Tensor  # uint8 [blocks, kv_heads, block_size, cell]
+    fmt: KVFormat
+    pages: torch.Tensor  # uint8 [blocks, head slots, block_size, cell]
     block_table: torch.Tensor
 
     @classmethod
     def fill(cls, name: str, shape: Shape, context: int, requests: int) -> "Caches":
         """Requests of `context` tokens; ValueError for a format without a kernel."""
-        fmt = by_name(name)
-        if fmt.mode.is_quantized:
-            raise ValueError(
-                f"KV cache format {name} has no CPU kernel to measure: expected one of "
-                f"{', '.join(FORMATS)}"
-            )
+        fmt = measurable(name)
         size = shape.head_size
         packing = fmt.packing(shape.kv_heads, size, size, DTYPE)
         width = cdiv(context, shape.block_size)
         blocks = width * requests
-        cell = packing.state_bytes
         pages = torch.empty(
-            blocks, packing.head_slots, shape.block_size, cell, dtype=torch.uint8
+            blocks,
+            packing.head_slots,
+            shape.block_size,
+            packing.state_bytes,
+            dtype=torch.uint8,
         )
         cpu_kernels.advise_huge_pages(pages)
-        one = torch.randn(shape.kv_heads, shape.block_size, 2 * size)
-        dtype = fmt.storage_dtype(DTYPE)
-        pages.copy_(one.to(dtype).view(torch.uint8).expand_as(pages))
+        rows = (shape.block_size, shape.kv_heads, size)
+        key, value = (torch.randn(rows).to(DTYPE) for _ in range(2))
+        cpu_kernels.store(pages, torch.arange(shape.block_size), key, value, fmt)
+        pages[1:] = pages[0]
         table = torch.randperm(blocks).int().view(requests, width)
-        return cls(dtype=dtype, pages=pages, block_table=table)
+        return cls(fmt=fmt, pages=pages, block_table=table)
 
     def attention(self, shape: Shape, new: int, length: int) -> Callable[[], None]:
         """A call of the kernel: `new` queries for each request of `length` tokens."""
@@ -105,7 +115,7 @@ class Caches:
                 out,
                 query,
                 self.pages,
-                self.dtype,
+                self.fmt,
                 starts,
                 lengths,
                 self.block_table,
@@ -123,32 +133,57 @@ def seconds_of(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def measurable(name: str) -> KVFormat:
+    """The format of that name; ValueError where it has no kernel."""
+    fmt = by_name(name)
+    if fmt.format_id not in NUMBERS:
+        raise ValueError(
+            f"KV cache format {name} has no CPU kernel to measure: expected one of "
+            f"{', '.join(FORMATS)}"
+        )
+    return fmt
+
+
+def decode_of(name: str, shape: Shape, context: int, cache_bytes: int) -> Caches:
+    """Caches of as many requests as fit; at least one."""
+    packing = measurable(name).packing(
+        shape.kv_heads, shape.head_size, shape.head_size, DTYPE
+    )
+    token_bytes = packing.head_slots * packing.state_bytes
+    return Caches.fill(
+        name, shape, context, max(1, cache_bytes // context // token_bytes)
+    )
+
+
 def measure_decode(
     name: str, shape: Shape, context: int, cache_bytes: int, repetitions: int
 ) -> Decode:
     """Medians over repetitions; `cache_bytes` should exceed the last-level cache."""
-    per_token = by_name(name).packing(
-        shape.kv_heads, shape.head_size, shape.head_size, DTYPE
-    )
-    token_bytes = per_token.head_slots * per_token.state_bytes
-    requests = max(1, cache_bytes // (context * token_bytes))
-    caches = Caches.fill(name, shape, context, requests)
-    call = caches.attention(shape, 1, context)
+    caches = decode_of(name, shape, context, cache_bytes)
+    base = decode_of(BASE, shape, context, cache_bytes)
+    call, base_call = (c.attention(shape, 1, context) for c in (caches, base))
     read = caches.pages.view(-1)
     call()
-    reads, calls = [], []
+    base_call()
+    reads, bases, calls = [], [], []
     for _ in range(repetitions):
         reads.append(seconds_of(lambda: cpu_kernels.read_all(read)))
+        bases.append(seconds_of(base_call))
         calls.append(seconds_of(call))
-    used = requests * context * token_bytes
+    requests, base_requests = len(caches.block_table), len(base.block_table)
+    used = read.numel() * context // (caches.block_table.shape[1] * shape.block_size)
     rates = [read.numel() / s for s in reads]
     fractions = [used / s / rate for s, rate in zip(calls, rates, strict=True)]
+    speedups = [
+        b / base_requests / (s / requests) for s, b in zip(calls, bases, strict=True)
+    ]
     seconds = statistics.median(calls)
     return Decode(
         cache_dtype=name,
         context=context,
         requests=requests,
         million_token_heads_per_s=requests * context * shape.kv_heads / seconds / 1e6,
+        times_bfloat16=statistics.median(speedups),
         gb_per_s=used / seconds / 1e9,
         read_gb_per_s=statistics.median(rates) / 1e9,
         bandwidth_fraction=statistics.median(fractions),
@@ -228,13 +263,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_table(decodes: list[Decode], prefills: list[Prefill]) -> None:
-    print("\ndecode    context  M token-heads/s    GB/s  of read GB/s")
+    print(
+        "\ndecode               context  M token-heads/s  x bf16    GB/s  of read GB/s"
+    )
     for d in decodes:
         print(
-            f"{d.cache_dtype:10}{d.context:7}{d.million_token_heads_per_s:17.1f}"
-            f"{d.gb_per_s:8.1f}{d.bandwidth_fraction:5.0%} {d.read_gb_per_s:7.1f}"
+            f"{d.cache_dtype:20}{d.context:8}{d.million_token_heads_per_s:17.1f}"
+            f"{d.times_bfloat16:8.2f}{d.gb_per_s:8.1f}{d.bandwidth_fraction:5.0%} "
+            f"{d.read_gb_per_s:7.1f}"
         )
     if prefills:
-        print("\nprefill   context  new tokens  GFLOP/s")
+        print("\nprefill              context  new tokens  GFLOP/s")
     for p in prefills:
-        print(f"{p.cache_dtype:10}{p.context:7}{p.new_tokens:12}{p.gflop_per_s:9.0f}")
+        print(f"{p.cache_dtype:20}{p.context:8}{p.new_tokens:12}{p.gflop_per_s:9.0f}")
