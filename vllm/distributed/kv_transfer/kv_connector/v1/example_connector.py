@@ -135,7 +135,7 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
                 new = [
                     block
                     for block in found
-                    if block.key not in ordered and not self.store.has(block.key)
+                    if block.key not in ordered and not self.store.verify(block.key)
                 ]
                 ordered.update(block.key for block in new)
                 self._notes[request.request_id].num_saved += len(new)

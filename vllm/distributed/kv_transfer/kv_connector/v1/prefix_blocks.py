@@ -248,6 +248,38 @@ class PrefixBlocks:
             if found:
                 yield request, found
 
+    def _is_certain(self, groups: Any, end: int) -> Callable[[int, int], bool]:
+        """Tells of block `index` of a group whether its content will be what its name
+        says, once the request's first `end` tokens are computed."""
+        if not self._kv_cache_manager.enable_caching:
+            return lambda group_id, index: True
+
+        def is_hashed(group_id: int, index: int) -> bool:
+            return groups[group_id][index].block_hash is not None
+
+        # States get their hash a step later, when they may be gone. They are as certain
+        # as the last tokens of a group that keeps tokens, where the step ends at the
+        # block's end or every block gets its state.
+        by_token = [
+            group_id
+            for group_id, manager in enumerate(self._managers)
+            if manager.can_step_back
+        ]
+        tokens_are_certain = bool(by_token) and all(
+            is_hashed(group_id, end // self.sizes[group_id] - 1)
+            for group_id in by_token
+            if end >= self.sizes[group_id]
+        )
+
+        def is_certain(group_id: int, index: int) -> bool:
+            manager = self._managers[group_id]
+            if manager.can_step_back or not tokens_are_certain:
+                return is_hashed(group_id, index)
+            ends_here = (index + 1) * self.sizes[group_id] == end
+            return ends_here or manager.step_alignment_tokens == 1
+
+        return is_certain
+
     def _complete(self, request: Any, end: int) -> list[BlockRef]:
         req_id = request.request_id
         progress = self._progress.get(req_id)
@@ -258,9 +290,9 @@ class PrefixBlocks:
             for size, done in zip(self.sizes, progress, strict=True)
         ):
             return []
-        caching = self._kv_cache_manager.enable_caching
         links, found = self._links(request), []
         groups = self._kv_cache_manager.get_blocks(req_id).blocks
+        is_certain = self._is_certain(groups, end)
         for group_id, group in enumerate(groups):
             done = progress[group_id]
             for index in range(
@@ -271,7 +303,7 @@ class PrefixBlocks:
                     continue
                 if block.is_null:
                     done.note(index)
-                elif not caching or block.block_hash is not None:
+                elif is_certain(group_id, index):
                     done.note(index)
                     found.append(
                         BlockRef(key=key, group_id=group_id, block_id=block.block_id)

@@ -1,0 +1,219 @@
+"""Names, module paths and refusals of connectors, and the defaults of the interface."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.v1.core.utils import full, make_kv_cache_config, make_vllm_config, window
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector import factory
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+    supports_hma,
+)
+
+ABSTRACT = {
+    "start_load_kv",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "wait_for_save",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+}
+
+
+class Plain(KVConnectorBase_V1):
+    """The seven methods, and nothing else."""
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return
+
+    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def wait_for_save(self) -> None:
+        return
+
+    def get_num_new_matched_tokens(self, request: Any, n: int) -> tuple[int, bool]:
+        return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, n: int) -> None:
+        return
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+
+class OfOldTimes(Plain):
+    def __init__(self, vllm_config: Any, role: Any) -> None:
+        super().__init__(vllm_config, role, None)
+
+
+class Hybrid(Plain, SupportsHMA):
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
+        return False, None
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> str:
+    made = ModuleType("third_party_connectors")
+    for cls in (Plain, OfOldTimes, Hybrid):
+        setattr(made, cls.__name__, cls)
+    made.ExampleConnector = Plain  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made.__name__
+
+
+def config_of(name: str, module: str | None = None, **more: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", kv_connector_module_path=module, **more
+    )
+
+
+def engine_config(transfer: KVTransferConfig | None, **scheduler: Any) -> Any:
+    config = make_vllm_config()
+    config.kv_transfer_config = transfer
+    for name, value in scheduler.items():
+        setattr(config.scheduler_config, name, value)
+    return config
+
+
+ONE_GROUP = make_kv_cache_config(8, full())
+TWO_GROUPS = make_kv_cache_config(8, full(), window(6))
+
+
+def test_seven_methods_are_abstract_and_the_rest_has_defaults(module: str) -> None:
+    assert KVConnectorBase_V1.__abstractmethods__ == ABSTRACT
+    config = engine_config(config_of("Plain", module))
+    worker = KVConnectorFactory.create_connector(
+        config, KVConnectorRole.WORKER, ONE_GROUP
+    )
+    assert worker.role is KVConnectorRole.WORKER
+    assert worker.requires_kv_delivery and not worker.has_connector_metadata()
+    worker.register_kv_caches({})
+    worker.set_host_xfer_buffer_ops(lambda *_: None)
+    worker.handle_preemptions(KVConnectorMetadata())
+    assert worker.get_finished(set()) == (None, None)
+    assert worker.get_transfer_results(set()).finished_sending == set()
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.request_finished(None, []) == (False, None)
+    assert list(worker.take_events()) == [] and worker.reset_cache() is None
+    assert not worker.has_pending_push_work() and not worker.has_pending_block_frees()
+    for nothing in (
+        worker.get_kv_connector_stats(),
+        worker.get_kv_connector_kv_cache_events(),
+        worker.get_handshake_metadata(),
+        worker.build_connector_worker_meta(),
+        worker.get_finished_count(),
+        worker.get_loaded_kv_cache_group_ids(None),
+        worker.get_external_cache_hit_sources(None, 1),
+        Plain.get_required_kvcache_layout(config),
+        Plain.build_kv_connector_stats({}),
+        Plain.build_prom_metrics(config, {}, [], {}),
+    ):
+        assert nothing is None
+    with worker.get_mem_pool_context():
+        worker.finish_forward()
+        worker.reset_capture_state()
+    meta = KVConnectorMetadata()
+    worker.bind_connector_metadata(meta)
+    assert worker._get_connector_metadata() is meta
+    worker.clear_connector_metadata()
+    with pytest.raises(RuntimeError, match="no step"):
+        worker._get_connector_metadata()
+    worker.shutdown()
+
+
+def test_the_interface_itself_wants_no_layout() -> None:
+    with pytest.raises(TypeError):
+        KVConnectorBase_V1.get_required_kvcache_layout(engine_config(None))
+    with pytest.raises(ValueError, match="kv_transfer_config"):
+        Plain(engine_config(None), KVConnectorRole.WORKER, ONE_GROUP)
+
+
+def test_a_module_path_wins_over_the_registry(module: str) -> None:
+    found = KVConnectorFactory.get_connector_class
+    assert found(config_of("ExampleConnector", module)) is Plain
+    assert found(config_of("ExampleConnector")) is not Plain
+    with pytest.raises(ValueError, match="kv_connector_module_path is empty"):
+        found(config_of("Plain", ""))
+    with pytest.raises(AttributeError):
+        found(config_of("Missing", module))
+    with pytest.raises(ImportError):
+        found(config_of("Plain", "no_such_module_of_connectors"))
+    with pytest.raises(ValueError, match="kv_cache_config"):
+        found(config_of("OfOldTimes", module))
+
+
+@pytest.mark.parametrize("name", factory.NOT_BUILT_IN)
+def test_known_names_without_code_say_so(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is not built in"):
+        KVConnectorFactory.get_connector_class(config_of(name))
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(
+        ValueError, match=r"Unsupported connector type: Nobody.*Example"
+    ):
+        KVConnectorFactory.get_connector_class(config_of("Nobody"))
+
+
+def test_registration_is_lazy_and_refuses_duplicates(
+    monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    monkeypatch.setattr(
+        KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry)
+    )
+    KVConnectorFactory.register_connector("Mine", "not_imported_before_use", "Plain")
+    with pytest.raises(ValueError, match="already registered"):
+        KVConnectorFactory.register_connector("Mine", module, "Plain")
+    KVConnectorFactory.register_connector("Other", module, "Plain")
+    assert KVConnectorFactory.get_connector_class_by_name("Other") is Plain
+    with pytest.raises(ImportError):
+        KVConnectorFactory.get_connector_class_by_name("Mine")
+
+
+def test_several_groups_need_a_connector_that_supports_them(module: str) -> None:
+    create = KVConnectorFactory.create_connector
+    role = KVConnectorRole.SCHEDULER
+    assert supports_hma(Hybrid) and not supports_hma(Plain)
+    hybrid = engine_config(config_of("Hybrid", module))
+    assert supports_hma(create(hybrid, role, TWO_GROUPS))
+    plain = engine_config(config_of("Plain", module))
+    with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
+        create(plain, role, TWO_GROUPS)
+    asked = engine_config(
+        config_of("Plain", module), disable_hybrid_kv_cache_manager=False
+    )
+    with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
+        create(asked, role, ONE_GROUP)
+    with pytest.raises(ValueError, match="not set"):
+        create(engine_config(None), role, ONE_GROUP)
+
+
+def test_every_engine_of_a_process_gets_its_own_connector(module: str) -> None:
+    configs = [VllmConfig(kv_transfer_config=config_of("Plain", module))] * 2
+    configs[1] = VllmConfig(kv_transfer_config=config_of("Hybrid", module))
+    found = []
+    for config in configs:
+        kv_transfer_state.ensure_kv_transfer_initialized(config, ONE_GROUP)
+        found.append(kv_transfer_state.get_kv_transfer_group())
+        kv_transfer_state.ensure_kv_transfer_initialized(config, ONE_GROUP)
+        assert kv_transfer_state.get_kv_transfer_group() is found[-1]
+    assert found[0] is not found[1]
+    assert kv_transfer_state.is_v1_kv_transfer_group()
+    kv_transfer_state.ensure_kv_transfer_shutdown()
+    assert not kv_transfer_state.has_kv_transfer_group()
+    with pytest.raises(RuntimeError, match="--kv-transfer-config"):
+        kv_transfer_state.get_kv_transfer_group()
