@@ -32,7 +32,7 @@ ISA_UNITS = (
     *("packed.cpp", "packed_fp8.cpp", "packed_per_token_head.cpp", "packed_nvfp4.cpp"),
     *("packed_turboquant.cpp", "product.cpp"),
     *("latent_fp8.cpp", "latent_per_token_head.cpp", "latent_ds_mla.cpp"),
-    "latent_store.cpp",
+    *("latent_store.cpp", "experts.cpp"),
 )
 
 COMMON_FLAGS = (

@@ -48,6 +48,7 @@ enum Status : int32_t {
   kBadQueryStartLoc = 3,   // not ascending, or past the query's rows
   kBadSeqLen = 4,          // negative, or longer than the block table covers
   kBadBlockId = 5,         // outside the cache
+  kBadExpert = 6,          // outside the layer
 };
 
 // One layer's cache as bytes, [blocks, heads, states, cell]. Strides in bytes; a cell

@@ -13,5 +13,6 @@ int32_t store_cells(const StoreArgs& args);
 int32_t store_latents(const StoreArgs& args);
 int32_t store_packed(const StoreArgs& args);
 double read_bytes(const void* data, int64_t num_bytes);
+const ExpertsKernel* experts(int32_t dtype);
 
 }  // namespace vllm_cpu::VLLM_ISA

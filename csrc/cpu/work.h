@@ -8,6 +8,7 @@
 #pragma once
 
 #include "api.h"
+#include "experts.h"
 
 namespace vllm_cpu {
 
@@ -67,6 +68,7 @@ struct KernelTable {
   const AttentionKernel* (*attention)(int32_t cell_format, int32_t query_dtype);
   int32_t (*store)(const StoreArgs&);
   double (*read)(const void* data, int64_t num_bytes);  // a checksum, to time reads
+  const ExpertsKernel* (*experts)(int32_t dtype);
 };
 
 }  // namespace vllm_cpu

@@ -9,6 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
+from vllm.model_executor.layers.fused_moe.cpu_experts import (
+    PackedExperts,
+    activation_of,
+    moe_experts,
+    serves,
+)
 from vllm.model_executor.layers.packed_weight import PackedWeight, pack_weight
 
 # (expert, which of its three matrices): "w1" gate, "w2" down, "w3" up
@@ -20,8 +26,8 @@ class FusedMoE(nn.Module):
 
     `w13_weight` [E, 2 * intermediate, hidden] holds gate rows, then up rows;
     `w2_weight` [E, hidden, intermediate]. One parameter each, so that a model of many
-    experts is built at once. After loading, bfloat16 weights on the CPU are kept
-    prepacked only.
+    experts is built at once. After loading, weights on the CPU are kept packed only:
+    for the C++ kernel where it serves them, else bfloat16 ones for oneDNN.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class FusedMoE(nn.Module):
         w2 = torch.empty(num_experts, hidden_size, intermediate_size, dtype=dtype)
         self.w13_weight: nn.Parameter | None = self._loadable(w13)
         self.w2_weight: nn.Parameter | None = self._loadable(w2)
+        self.packed_experts: PackedExperts | None = None
         self._packed: list[tuple[PackedWeight, PackedWeight]] = []
 
     def _loadable(self, tensor: torch.Tensor) -> nn.Parameter:
@@ -84,6 +91,13 @@ class FusedMoE(nn.Module):
         """Keeps every expert's weights prepacked only, where that is faster."""
         if self.w13_weight is None or self.w2_weight is None:
             return
+        if serves(self.w13_weight, self.act_fn):
+            biases = self._biases()
+            self.packed_experts = PackedExperts(
+                self.w13_weight, self.w2_weight, *biases
+            )
+            self.w13_weight = self.w2_weight = None
+            return
         packed = []
         for w13, w2 in zip(self.w13_weight, self.w2_weight, strict=True):
             pair = pack_weight(w13), pack_weight(w2)
@@ -95,8 +109,23 @@ class FusedMoE(nn.Module):
     def forward(
         self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
+        """The weighted sum of every token's experts, summed in float32."""
+        if self.packed_experts is None:
+            return self._by_expert(x, weights, experts)
+        out = torch.empty_like(x)
+        activation = activation_of(self.act_fn)
+        moe_experts(out, x, self.packed_experts, experts, weights, activation)
+        return out
+
+    def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of w13 and w2."""
+        return None, None
+
+    def _by_expert(
+        self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
         """One product per expert that is hit, over all of its tokens at once; then
-        each token sums its experts' outputs in float32, in the order of `experts`."""
+        each token sums its experts' outputs, in the order of `experts`."""
         tokens, top_k = experts.shape
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=self.num_experts)

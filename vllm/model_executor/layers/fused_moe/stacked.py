@@ -68,6 +68,9 @@ class StackedMoE(FusedMoE):
         else:
             param.data.copy_(rows)
 
+    def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.w13_bias, self.w2_bias
+
     def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         if self.w13_bias is None or self.w2_bias is None:
             return super()._expert(expert, x)
