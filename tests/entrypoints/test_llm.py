@@ -266,6 +266,17 @@ def test_the_cache_reports_its_size(llm: LLM) -> None:
     assert cache.kv_cache_size_tokens == int(cache.kv_cache_max_concurrency * 256)
 
 
+def test_tools_look_into_the_model_of_this_process(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (heads,) = llm.apply_model(lambda model: model.config.num_attention_heads)
+    (worker,) = llm.collective_rpc(lambda worker: worker)
+    assert heads == worker.get_model().config.num_attention_heads == 4
+    monkeypatch.setattr(type(llm.llm_engine), "runs_in_process", False)
+    with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
+        llm.apply_model(lambda model: None)
+
+
 def test_unknown_arguments_are_named(tiny_model: str) -> None:
     with pytest.raises(ValueError, match="did you mean max_model_len"):
         LLM(tiny_model, max_model_length=3)
