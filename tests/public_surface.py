@@ -111,6 +111,7 @@ vllm.v1.structured_output.backend_types: StructuredOutputGrammar
 vllm.v1.utils: ConstantList CpuGpuBuffer tensor_data
 vllm.v1.worker: utils
 vllm.v1.worker.block_table: BlockTable MultiGroupBlockTable
+vllm.v1.worker.gpu.attn_utils: _reshape_kv_cache
 vllm.v1.worker.gpu_input_batch: CachedRequestState InputBatch
 vllm.v1.worker.utils: AttentionGroup KVBlockZeroer
     add_kv_sharing_layers_to_kv_cache_groups
@@ -378,6 +379,10 @@ Request.is_finished:
 Request.take_events:
 Request.update_block_hashes:
 RequestStatus.is_finished: status
+"""),
+    "vllm.v1.worker.gpu.attn_utils": _table("""
+_reshape_kv_cache: attn_groups kv_cache_raw_tensors cache_dtype kernel_block_sizes
+    shared_kv_cache_layers kv_cache_config
 """),
     "vllm.v1.worker.block_table": _table("""
 BlockTable: block_size max_num_reqs max_num_blocks_per_req max_num_batched_tokens

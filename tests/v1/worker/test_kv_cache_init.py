@@ -284,9 +284,62 @@ def test_a_backend_with_a_shape_of_its_own_is_honoured():
     )
     assert bound["a"].shape == (2, 4, 16, 8, 128)
     assert bound["a"].stride() == (16 * 8 * 128, 2 * 16 * 8 * 128, 1024, 128, 1)
+
+
+class TokensFirstBackend(Backend):
+    """Blocks, then tokens, then heads, K and V beside one another."""
+
+    @staticmethod
+    def get_kv_cache_shape(blocks, block_size, heads, head_size, dtype="auto"):
+        return blocks, heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        return (0, 2, 1, 3)
+
+
+class PlanesFirstBackend(KVFirstBackend):
+    """All K planes, then all V planes: a block is not one run of bytes."""
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        return (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "stride"),
+    [
+        (KVFirstBackend, (16 * 8 * 128, 35_000, 1024, 128, 1)),
+        (TokensFirstBackend, (35_000, 256, 2048, 1)),
+    ],
+)
+def test_padding_follows_each_block_of_such_a_shape(backend, stride):
+    config = plain_config(full(page_size_padded=70_000), names=("a",))
+    layer = BoundLayer(backend=backend, kernel_block_size=16)
+    bound, managed = create_kv_caches(config, KVCacheLayout.LBNHC, {"a": layer}, CPU)
+    view = bound["a"]
+    assert view.stride() == stride
+    view.fill_(1)
+    pages = view.untyped_storage()
+    filled = torch.tensor(pages, dtype=torch.uint8).view(4, 70_000) != 0
+    assert filled[:, :65_536].any() and not filled[:, 65_536:].any()
+    assert managed["a"].shape == (4, 8, 16, 256)
+
+
+@pytest.mark.parametrize(
+    ("spec", "backend", "kernel"),
+    [
+        (full(page_size_padded=70_000), PlanesFirstBackend, 16),
+        (full(block_size=32, page_size_padded=140_000), TokensFirstBackend, 16),
+    ],
+    ids=["planes of all blocks", "kernel blocks"],
+)
+def test_padded_pages_that_such_a_shape_would_tear_are_refused(spec, backend, kernel):
+    layer = BoundLayer(backend=backend, kernel_block_size=kernel)
     with pytest.raises(ValueError, match="dense pages"):
-        padded = plain_config(full(page_size_padded=70_000), names=("a",))
-        create_kv_caches(padded, KVCacheLayout.LBHNC, {"a": layer}, CPU)
+        create_kv_caches(
+            plain_config(spec, names=("a",)), KVCacheLayout.LBNHC, {"a": layer}, CPU
+        )
 
 
 def test_a_single_head_slot_has_no_axis_where_the_backend_wants_none():

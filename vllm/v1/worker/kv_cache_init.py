@@ -26,6 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import B, KVCacheLayout, L, compute_layout_strides
 
 _HUGE_PAGE_BYTES = 1 << 21
+# Stands for the number of blocks when a backend is asked which axis counts them.
+BLOCKS_PROBE = 1_000_003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +262,7 @@ def backend_view(
 
     A backend with a shape of its own gets that shape: [B, N, C] is the same view
     without the axis of a single head slot; any other lies in the backend's stride order
-    over the same dense bytes.
+    over the same bytes. Pages with padding need blocks outermost in that order.
     """
     spec = _attention(pages)
     name = pages.layer_name
@@ -280,29 +282,43 @@ def backend_view(
     if spec.num_heads == 1 and len(shape) == 3 and order == (0, 1, 2):
         kernel_view = kernel_byte_view(pages, layout, kernel_block_size)
         return typed_view(kernel_view, spec.dtype, name).squeeze(1)
-    return _shaped_view(pages, backend, shape, order)
+    probe = checked_kv_cache_shape(
+        backend, spec, BLOCKS_PROBE, kernel_block_size, cache_dtype
+    )
+    blocks_are_outermost = order[0] == probe.index(BLOCKS_PROBE)
+    page, stride = spec.unpadded_page_size_bytes, pages.block_stride
+    if stride != page and not (
+        blocks_are_outermost and num_kernel_blocks == pages.num_blocks
+    ):
+        raise ValueError(
+            f"layer {name!r}: {backend.get_name()} has a cache shape of its own, which "
+            f"needs dense pages of {page} bytes, or whole blocks outermost: here they "
+            f"start every {stride} bytes. Use a KV cache dtype or block size that "
+            "needs no padding, or drop get_kv_cache_shape from the backend."
+        )
+    return _shaped_view(pages, shape, order)
 
 
 def _shaped_view(
-    pages: LayerPages,
-    backend: type[AttentionBackend],
-    shape: Sequence[int],
-    order: Sequence[int],
+    pages: LayerPages, shape: Sequence[int], order: Sequence[int]
 ) -> torch.Tensor:
-    """Dense pages in a backend's own shape and stride order."""
+    """Pages in a backend's own shape and stride order; padding follows each block."""
     spec, name = _attention(pages), pages.layer_name
-    page = spec.unpadded_page_size_bytes
-    if pages.block_stride != page:
-        raise ValueError(
-            f"layer {name!r}: {backend.get_name()} has a cache shape of its own, which "
-            f"needs dense pages of {page} bytes, but blocks start every "
-            f"{pages.block_stride} bytes. Use a KV cache dtype or block size that "
-            "needs no padding, or drop get_kv_cache_shape from the backend."
-        )
-    size = page * pages.num_blocks
+    page, stride = spec.unpadded_page_size_bytes, pages.block_stride
+    size = stride * (pages.num_blocks - 1) + page
     flat = pages.backing[pages.start : pages.start + size].view(torch.uint8)
-    physical = typed_view(flat, spec.dtype, name).view([shape[axis] for axis in order])
-    return physical.permute([order.index(axis) for axis in range(len(order))])
+    typed = typed_view(flat, spec.dtype, name)
+    physical = [shape[axis] for axis in order]
+    strides = [prod(physical[place + 1 :]) for place in range(len(physical))]
+    if stride != page:
+        if stride % spec.dtype.itemsize:
+            raise ValueError(
+                f"layer {name!r}: blocks start every {stride} bytes, which is no whole "
+                f"number of {spec.dtype} elements"
+            )
+        strides[0] = stride // spec.dtype.itemsize
+    view = typed.as_strided(physical, strides)
+    return view.permute([order.index(axis) for axis in range(len(order))])
 
 
 def state_views(pages: LayerPages) -> list[torch.Tensor]:

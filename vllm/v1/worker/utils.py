@@ -25,10 +25,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_kind,
 )
 from vllm.v1.worker.block_table import BlockTable
-from vllm.v1.worker.kv_cache_init import is_recurrent
-
-# Stands for the number of blocks when a backend is asked which axis counts them.
-_BLOCKS_PROBE = 1_000_003
+from vllm.v1.worker.kv_cache_init import BLOCKS_PROBE, is_recurrent
 
 
 @dataclass
@@ -255,6 +252,6 @@ def _block_axis(group: AttentionGroup, kernel_block_size: int, cache_dtype: str)
         return 0
     spec: Any = group.kv_cache_spec
     shape = shape_of(
-        _BLOCKS_PROBE, kernel_block_size, spec.num_kv_heads, spec.head_size, cache_dtype
+        BLOCKS_PROBE, kernel_block_size, spec.num_kv_heads, spec.head_size, cache_dtype
     )
-    return shape.index(_BLOCKS_PROBE)
+    return shape.index(BLOCKS_PROBE)

@@ -1,0 +1,1 @@
+"""Names of the worker that code from elsewhere imports."""
