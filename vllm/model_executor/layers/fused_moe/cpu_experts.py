@@ -19,6 +19,7 @@ from vllm.v1.attention.ops import cpu_kernels
 PANEL = 32  # outputs of a panel: `kPanel`
 # Elements per 32-bit unit, and the number of the type.
 _UNITS = {torch.float32: (1, 0), torch.bfloat16: (2, 2)}
+_LINE = 16  # units of a cache line
 _OUT_OF_MEMORY = 2
 _STATUS = {
     1: "no kernel for this type",
@@ -98,8 +99,8 @@ class PackedMatrices:
             experts, self._panels, steps, PANEL * elems, dtype=weight.dtype
         )
         cpu_kernels.advise_huge_pages(self.data)
-        rows = torch.zeros(self._rows_shape(), dtype=weight.dtype)
-        wide = rows.view(self._sides, -1, rows.shape[-1])
+        rows = self._rows()
+        wide = rows.flatten(1, 2)
         dense = weight.detach().unflatten(1, (self._sides, -1))
         for expert in range(experts):
             wide[:, : dense.shape[2], :inputs] = dense[expert]
@@ -110,8 +111,8 @@ class PackedMatrices:
         experts, _, inputs = self.shape
         dense = torch.empty(self.shape, dtype=self.dtype)
         sides = dense.view(experts, self._sides, -1, inputs)
-        rows = torch.empty(self._rows_shape(), dtype=self.dtype)
-        wide = rows.view(self._sides, -1, rows.shape[-1])
+        rows = self._rows()
+        wide = rows.flatten(1, 2)
         for expert in range(experts):
             self._transposed(rows).copy_(self._units(self.data[expert]))
             sides[expert] = wide[:, : sides.shape[2], :inputs]
@@ -126,11 +127,17 @@ class PackedMatrices:
         by_panel = padded.view(experts, self._sides, self._panels, half)
         return by_panel.transpose(1, 2).reshape(experts, -1).contiguous()
 
-    def _rows_shape(self) -> tuple[int, int, int, int]:
-        """One expert, filled up: [sides, panels, PANEL / sides, inputs]."""
+    def _rows(self) -> torch.Tensor:
+        """Zeros for one expert, filled up: [sides, panels, PANEL / sides, inputs].
+
+        Rows lie a cache line further apart than they are long: a power of two apart,
+        all of a panel's would share one set of the cache.
+        """
         elems, _ = _UNITS[self.dtype]
         inputs = round_up(self.shape[2], elems)
-        return self._sides, self._panels, PANEL // self._sides, inputs
+        shape = (self._sides, self._panels, PANEL // self._sides)
+        apart = torch.zeros(*shape, inputs + _LINE * elems, dtype=self.dtype)
+        return apart[..., :inputs]
 
     def _transposed(self, rows: torch.Tensor) -> torch.Tensor:
         """One expert's filled rows as units [panels, steps, sides, PANEL / sides]."""
