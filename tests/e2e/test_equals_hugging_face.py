@@ -1,8 +1,8 @@
 """Greedy tokens are Hugging Face's, however the engine caches, cuts, batches, preempts.
 
 SmolLM2 in float32: 32 prompts of English, 64 tokens each, over one set of weights. The
-two best candidates of every step are at least 8e-4 apart, and float32 programs differ by
-some 5e-5, so that no tie decides.
+two best candidates of every step are at least 8e-4 apart, and float32 programs differ
+by some 5e-5, so that no tie decides.
 """
 
 from collections.abc import Iterator
