@@ -26,7 +26,7 @@ extern const KernelTable kTable;
 
 namespace {
 
-constexpr int64_t kSerialChunks = 1;
+constexpr int64_t kSerialCycles = 1 << 16;  // below this, waking threads costs more
 constexpr int64_t kHugePage = 2 << 20;
 
 const KernelTable* table_of(const char* isa) {
@@ -67,13 +67,14 @@ struct Scratch {
 thread_local Scratch t_scratch;
 
 Status run(const AttentionArgs& args, const AttentionKernel& kernel) {
-  const int max_threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+  // A team of fewer threads than the last would make the runtime rebuild its pool:
+  // one or all.
+  const bool alone = omp_in_parallel() || estimated_cycles(args) < kSerialCycles;
+  const int max_threads = alone ? 1 : omp_get_max_threads();
   const Plan plan = make_plan(args, kernel, max_threads);
   const auto num_items = static_cast<int64_t>(plan.items.size());
   const auto num_merges = static_cast<int64_t>(plan.merges.size());
-  // A team of fewer threads than the last would make the runtime rebuild its pool:
-  // one or all.
-  const bool parallel = max_threads > 1 && plan.num_chunks > kSerialChunks;
+  const bool parallel = max_threads > 1 && num_items > 1;
   const int64_t scratch_bytes = kernel.scratch_bytes(args);
   bool failed = false;
 #pragma omp parallel if (parallel) reduction(|| : failed)

@@ -46,6 +46,21 @@ Checked check(const AttentionArgs& args) {
   return {};
 }
 
+// Ten elements are unpacked in a cycle, and forty multiplied, for each tile of rows.
+int64_t estimated_cycles(const AttentionArgs& a) {
+  const int64_t group = a.num_query_heads / a.pages.num_heads;
+  int64_t products = 0;
+  for (int32_t request = 0; request < a.num_requests; ++request) {
+    const int64_t rows =
+        (a.query_start_loc[request + 1] - a.query_start_loc[request]) * group;
+    if (rows == 0) continue;
+    const KeyRange keys = tile_keys(a, request, 0, rows - 1);
+    const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+    products += (keys.end - keys.begin) * (4 * tiles + rows);
+  }
+  return products * a.pages.num_heads * (a.query.size + a.out.size) / 40;
+}
+
 Plan make_plan(const AttentionArgs& a, const AttentionKernel& kernel, int num_threads) {
   Plan plan;
   std::vector<WorkItem>& tiles = plan.items;

@@ -25,6 +25,9 @@ struct Plan {
 // Everything read through an index is checked here, before a kernel runs.
 Checked check(const AttentionArgs& args);
 
+// About how many cycles the call takes on one thread.
+int64_t estimated_cycles(const AttentionArgs& args);
+
 Plan make_plan(const AttentionArgs& args, const AttentionKernel& kernel,
                int num_threads);
 
