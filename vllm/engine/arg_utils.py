@@ -23,6 +23,7 @@ from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.transformers_utils.architectures import MODEL_IMPLS
 from vllm.utils.argparse_utils import FlexibleArgumentParser, json_value
+from vllm.utils.mem_constants import GiB_bytes
 from vllm.utils.mem_utils import parse_size
 from vllm.v1.kv_formats.mode import CACHE_DTYPES
 
@@ -132,6 +133,12 @@ class EngineArgs:
     worker_cls: str = _arg("auto", "worker class by dotted path")
     # connectors, events, the rest
     kv_transfer_config: Any = _arg(None, "KV connector settings", **_JSON)
+    kv_offloading_size: float | None = _arg(
+        None, "GiB of host memory for KV blocks that were used before", type=float
+    )
+    kv_offloading_backend: str = _arg(
+        "native", "what keeps them", choices=["native", "lmcache"]
+    )
     kv_events_config: Any = _arg(None, "KV event settings", **_JSON)
     additional_config: dict = _arg({}, "settings for plugins", **_JSON)
     structured_outputs_config: dict = _arg({}, "structured output settings", **_JSON)
@@ -191,7 +198,7 @@ class EngineArgs:
                 **self.structured_outputs_config
             ),
             observability_config=ObservabilityConfig(),
-            kv_transfer_config=_as(KVTransferConfig, self.kv_transfer_config),
+            kv_transfer_config=self._kv_transfer_config(),
             kv_events_config=_as(KVEventsConfig, self.kv_events_config),
             additional_config=self.additional_config,
         )
@@ -236,6 +243,36 @@ class EngineArgs:
             policy=self.scheduling_policy,
         )
         return SchedulerConfig(max_model_len=max(max_model_len, 1), **values)
+
+    def _kv_transfer_config(self) -> KVTransferConfig | None:
+        """The connector as asked for, or the one that --kv-offloading-size stands
+        for."""
+        given: KVTransferConfig | None = _as(KVTransferConfig, self.kv_transfer_config)
+        if self.kv_offloading_size is None:
+            return given
+        if self.kv_offloading_backend != "native":
+            raise ValueError(
+                f"--kv-offloading-backend {self.kv_offloading_backend} is not built "
+                "in: expected native"
+            )
+        if given is not None:
+            raise ValueError(
+                "--kv-offloading-size sets up a KV connector, and so does "
+                "--kv-transfer-config: leave one out, or name OffloadingConnector "
+                "beside the other in a MultiConnector"
+            )
+        if self.kv_offloading_size <= 0:
+            raise ValueError(
+                f"--kv-offloading-size {self.kv_offloading_size} is no amount of "
+                "memory: expected a number of GiB above 0"
+            )
+        return KVTransferConfig(
+            kv_connector="OffloadingConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={
+                "cpu_bytes_to_use": int(self.kv_offloading_size * GiB_bytes)
+            },
+        )
 
     def _attention_config(self) -> AttentionConfig:
         values = dict(self.attention_config)

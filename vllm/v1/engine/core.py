@@ -39,6 +39,8 @@ logger = init_logger(__name__)
 # saves, for which only blocks do.
 _WAIT_FOR_LOADS_S = 0.001
 _WAIT_FOR_SAVES_S = 0.01
+# And how long to wait for saves when the engine ends.
+_WAIT_FOR_TRANSFERS_AT_END_S = 10.0
 
 
 class EngineCore:
@@ -224,8 +226,24 @@ class EngineCore:
     def is_sleeping(self) -> bool:
         return False
 
+    def _end_transfers(self) -> None:
+        """Lets a connector end what it began, for a while: what it keeps is whole."""
+        deadline = time.monotonic() + _WAIT_FOR_TRANSFERS_AT_END_S
+        try:
+            while (
+                self.scheduler.has_requests()
+                and not self.scheduler.get_num_unfinished_requests()
+                and time.monotonic() < deadline
+            ):
+                self.step()
+                time.sleep(_WAIT_FOR_LOADS_S)
+        except Exception as error:
+            logger.warning("transfers ended early: %s", error)
+
     def shutdown(self) -> None:
         """Frees workers, connector and publishers; may be called twice."""
+        if self.vllm_config.kv_transfer_is_on:
+            self._end_transfers()
         self.scheduler.shutdown()
         self.model_executor.shutdown()
 

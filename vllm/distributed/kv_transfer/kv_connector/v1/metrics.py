@@ -82,6 +82,8 @@ TRANSFER_COUNTERS = {
     "saved_bytes": "Bytes of KV blocks that a connector saved.",
     "loaded_blocks": "KV blocks that a connector loaded.",
     "loaded_bytes": "Bytes of KV blocks that a connector loaded.",
+    "spilled_blocks": "KV blocks that went from host memory to disk.",
+    "fetched_blocks": "KV blocks that came from disk to host memory.",
     "damaged_blocks": "Stored KV blocks that were damaged, and computed again.",
     "failed_blocks": "KV blocks whose load or save failed.",
     "evicted_blocks": "KV blocks that a connector dropped to make room.",

@@ -8,6 +8,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,6 +132,11 @@ class PageStore:
         except OSError:
             unfinished.unlink(missing_ok=True)
             raise
+
+    def touch(self, key: str) -> None:
+        """Notes that a block was used just now; nothing happens when it is gone."""
+        with suppress(FileNotFoundError):
+            os.utime(self._path(key))
 
     def remove(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)

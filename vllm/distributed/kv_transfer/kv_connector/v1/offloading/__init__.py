@@ -1,0 +1,1 @@
+"""Blocks kept in host memory and on disk: one module decides, one moves bytes."""

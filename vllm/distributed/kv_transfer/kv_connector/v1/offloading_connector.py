@@ -1,0 +1,240 @@
+"""Full blocks in host memory, and behind it on disk, for prompts to come.
+
+Loads and stores run beside the engine's steps. `kv_connector_extra_config`:
+`cpu_bytes_to_use` (or `num_cpu_blocks`), bytes of host memory; `disk_path`, a folder
+whose blocks survive the engine; `disk_bytes_to_use`, its limit (none by default).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import layout_fingerprint
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    TransferPromMetrics,
+    TransferStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.model_identity import model_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.disk_index import (
+    DiskIndex,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.jobs import (
+    OffloadingMetadata,
+    OffloadingNews,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingScheduler,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.slots import SlotCache
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingWorker,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.page_store import PageStore
+from vllm.distributed.kv_transfer.kv_connector.v1.prefix_blocks import PrefixBlocks
+from vllm.forward_context import ForwardContext
+from vllm.utils.mem_utils import available_memory_bytes, format_gib, parse_size
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+
+
+def pool_bytes_per_block(plan: KVCacheConfig) -> int:
+    """Bytes that one block id has over all tensors of a plan: enough for a block of
+    any group, and the same on the scheduler's side and the workers'."""
+    apart = sum(t.size for t in plan.kv_cache_tensors if not t.block_stride)
+    shared = max((t.size for t in plan.kv_cache_tensors if t.block_stride), default=0)
+    return (apart + shared) // plan.num_blocks
+
+
+def _num_slots(transfer: KVTransferConfig, slot_bytes: int) -> int:
+    num_blocks = transfer.get_from_extra_config("num_cpu_blocks", None)
+    size = transfer.get_from_extra_config("cpu_bytes_to_use", None)
+    if num_blocks is None and size is None:
+        raise ValueError(
+            "OffloadingConnector needs a size: pass --kv-offloading-size GiB, or set "
+            'kv_connector_extra_config={"cpu_bytes_to_use": bytes}'
+        )
+    found = int(num_blocks or _size(size) // slot_bytes)
+    if found < 2:
+        raise ValueError(
+            f"OffloadingConnector has room for {found} blocks of {slot_bytes} bytes: "
+            "give it more (cpu_bytes_to_use, num_cpu_blocks or --kv-offloading-size)"
+        )
+    return found
+
+
+def _size(given: str | float) -> int:
+    return parse_size(given if isinstance(given, str) else int(given))
+
+
+class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
+    """Two tiers, least recently used first out; the scheduler side decides."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        role: KVConnectorRole,
+        kv_cache_config: KVCacheConfig,
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._plan = kv_cache_config
+        slot_bytes = pool_bytes_per_block(kv_cache_config)
+        num_slots = _num_slots(transfer, slot_bytes)
+        path = transfer.get_from_extra_config("disk_path", None)
+        store = None
+        if path:
+            store = PageStore(Path(path) / model_identity(vllm_config))
+        self.scheduler: OffloadingScheduler | None = None
+        self.worker: OffloadingWorker | None = None
+        if role is KVConnectorRole.WORKER:
+            _check_memory(num_slots * slot_bytes)
+            self.worker = OffloadingWorker(num_slots, slot_bytes, store)
+            return
+        limit = transfer.get_from_extra_config("disk_bytes_to_use", None)
+        self.scheduler = OffloadingScheduler(
+            PrefixBlocks(kv_cache_config),
+            SlotCache(num_slots),
+            store and DiskIndex(store, None if limit is None else _size(limit)),
+            num_workers=vllm_config.parallel_config.world_size,
+            block_bytes=slot_bytes,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+        )
+
+    # --- scheduler side ---------------------------------------------------------------
+
+    @property
+    def _scheduler(self) -> OffloadingScheduler:
+        if self.scheduler is None:
+            raise RuntimeError("this is the worker side of the connector")
+        return self.scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.blocks.bind(kv_cache_manager)
+        self._scheduler.block_pool = kv_cache_manager.block_pool
+
+    def on_new_request(self, request: Any) -> None:
+        self._scheduler.blocks.add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found = self._scheduler.find(request, num_computed_tokens)
+        return found, bool(found)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        if num_external_tokens:
+            self._scheduler.load(request, blocks, num_external_tokens)
+
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput
+    ) -> OffloadingMetadata:
+        return self._scheduler.take_orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, OffloadingNews):
+            self._scheduler.take_news(news)
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduler.forget(request)
+        return False, None  # stores hold their blocks themselves
+
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.has_jobs
+
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler.has_jobs
+
+    def reset_cache(self) -> bool:
+        return self._scheduler.reset()
+
+    # --- worker side ------------------------------------------------------------------
+
+    @property
+    def _worker(self) -> OffloadingWorker:
+        if self.worker is None:
+            raise RuntimeError("this is the scheduler side of the connector")
+        return self.worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        worker = self._worker
+        if worker.store is not None:
+            worker.store.open(layout_fingerprint(self._plan))
+        worker.register(self._plan, kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        orders = self._connector_metadata
+        if isinstance(orders, OffloadingMetadata):
+            self._worker.before_forward(orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        return  # requests wait for their loads outside of steps
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: Any,
+        **kwargs: Any,
+    ) -> None:
+        return  # whole blocks are stored after the forward pass
+
+    def wait_for_save(self) -> None:
+        orders = self._connector_metadata
+        if isinstance(orders, OffloadingMetadata):
+            self._worker.after_forward(orders)
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.take_received() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_failed_block_ids()
+
+    def build_connector_worker_meta(self) -> OffloadingNews | None:
+        return self._worker.take_news()
+
+    # --- both sides -------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        side = self.worker or self._scheduler
+        return side.take_stats()
+
+    def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> TransferStats:
+        return TransferStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> TransferPromMetrics:
+        return TransferPromMetrics(*args, **kwargs)
+
+
+def _check_memory(num_bytes: int) -> None:
+    free = available_memory_bytes()
+    if num_bytes > free:
+        raise ValueError(
+            f"KV blocks are to be kept in {format_gib(num_bytes)} GiB of host memory, "
+            f"which has {format_gib(free)} GiB left: lower --kv-offloading-size or "
+            "cpu_bytes_to_use"
+        )
