@@ -28,7 +28,12 @@ template <class Cells>
 class TileAttention {
   using Units = typename Cells::Units;
   using Tables = typename Cells::Tables;
+  using KeyUnits = typename Units::Keys;
+  using ValueUnits = typename Units::Values;
+  using Sum = typename Units::Sum;
   static constexpr int kElems = Units::kElems;
+  static constexpr int kParts = Units::kParts;
+  static constexpr int kRowUnits = kTileStates / kElems;  // of a part of probabilities
   static constexpr int kExpand = Cells::kKeyExpand;
   static constexpr int kKeyElems = kLanes * kElems * kExpand;  // of a raw register
   static constexpr int kDots = Cells::kValueDots;
@@ -43,9 +48,9 @@ class TileAttention {
 
   static int64_t scratch_bytes(const AttentionArgs& a) {
     const int64_t key_row = key_row_units(a);
-    const int64_t floats = kMaxRows * (key_row + 2 * kTileStates) +
+    const int64_t floats = kMaxRows * (query_units(key_row) + 2 * kTileStates) +
                            kTileStates * (key_row + acc_row_floats(a)) +
-                           2 * partial_floats(a, kMaxRows) + 8 * kRowSlots +
+                           2 * partial_floats(a, kMaxRows) + 9 * kRowSlots +
                            group_scale_floats(a) + Cells::finish_floats(a) +
                            kTileStates * Cells::decoded_bytes(a) / 4;
     return floats * 4;
@@ -95,6 +100,10 @@ class TileAttention {
   static int64_t key_row_units(const AttentionArgs& a) {
     return round_up(key_raws(a), kLanes) * kExpand;
   }
+  // Its parts, then what its sums start from and its scale where there are two.
+  static int64_t query_units(int64_t key_row) {
+    return kParts * key_row + (kParts > 1 ? kLanes : 0);
+  }
   static int64_t group_scale_floats(const AttentionArgs& a) {
     if constexpr (Cells::kKeyGroup == 0) return 0;
     return kTileStates * round_up(key_raws(a) / larger(1, Cells::kKeyGroup), 16);
@@ -111,6 +120,7 @@ class TileAttention {
         head_size_v_(a.out.size),
         key_raws_(key_raws(a)),
         key_row_(key_row_units(a)),
+        query_row_(query_units(key_row_)),
         acc_row_(acc_row_floats(a)),
         first_(w.keys.begin),
         last_(w.keys.end),
@@ -121,14 +131,15 @@ class TileAttention {
       return p;
     };
     const auto units = [&](int64_t n) { return reinterpret_cast<uint32_t*>(carve(n)); };
-    queries_ = units(rows_ * key_row_);
+    queries_ = units(rows_ * query_row_);
     keys_ = units(kTileStates * key_row_);
     values_ = units(kTileStates / kElems * acc_row_);
-    probabilities_ = units(rows_ * (kTileStates / kElems));
+    probabilities_ = units(rows_ * kParts * kRowUnits);
     scores_ = carve(rows_ * kTileStates);
     rescale_ = carve(kRowSlots);
     weight_ = carve(kRowSlots);
     query_sums_ = carve(kRowSlots);
+    factors_ = carve(kRowSlots);
     group_scales_ = carve(group_scale_floats(a));
     finished_ = carve(Cells::finish_floats(a));
     decoded_ = reinterpret_cast<uint8_t*>(
@@ -166,7 +177,7 @@ class TileAttention {
     for (int row = 0; row < rows_; ++row) {
       const int64_t from = token_of(row) * a_.query.token_stride +
                            head_of(row) * a_.query.head_stride;
-      uint32_t* const to = queries_ + row * key_row_;
+      uint32_t* const to = queries_ + row * query_row_;
       cells_.load_query(to, a_.query, from, key_row_);
       if constexpr (Cells::kKeyBiases) {
         F sum = set1(0.f);
@@ -266,7 +277,9 @@ class TileAttention {
     scores.c = scores_;
     scores.c_row = kTileStates;
     scores.a = queries_;
-    scores.a_row = key_row_;
+    scores.a_row = query_row_;
+    scores.a_part = key_row_;
+    scores.starts = kParts > 1 ? kParts * key_row_ : 0;
     scores.b = keys_;
     scores.b_step = kLanes;
     scores.b_vector = key_row_ * kLanes;
@@ -277,13 +290,13 @@ class TileAttention {
       scores.scales_vector = group_scale_floats(a_) / (kTileStates / kLanes);
       clear_scores(vectors);
       for (int raw = 0; raw < key_raws_; raw += Cells::kKeyGroup) {
-        product<Units>(scores, rows_, vectors);
+        product<KeyUnits>(scores, rows_, vectors);
         scores.a += scores.steps;
         scores.b += scores.steps * kLanes;
         scores.scales += kLanes;
       }
     } else {
-      product<Units>(scores, rows_, vectors);
+      product<KeyUnits>(scores, rows_, vectors);
     }
 
     softmax(tile, vectors);
@@ -294,13 +307,15 @@ class TileAttention {
     sums.c = running_.acc;
     sums.c_row = acc_row_;
     sums.a = probabilities_;
-    sums.a_row = kTileStates / kElems;
+    sums.a_row = kParts * kRowUnits;
+    sums.a_part = kRowUnits;
+    sums.factors = factors_;
     sums.b = values_;
     sums.b_step = acc_row_;
     sums.b_vector = kLanes;
     sums.steps = groups * kDots;
     sums.rescale = rescale_;
-    product<Units>(sums, rows_, value_vectors());
+    product<ValueUnits>(sums, rows_, value_vectors());
   }
 
   // Registers of sums that hold an element.
@@ -454,16 +469,23 @@ class TileAttention {
   template <int kRows>
   void score_strip(int strip) {
     const uint32_t* const queries = queries_;
-    const int64_t query_row = key_row_;
+    const int64_t query_row = query_row_;
+    const int64_t query_part = key_row_;
     const int raws = key_raws_;
     const Tables tables = cells_.tables();
     load_group_scales(strip);
     const float* scales = Cells::kKeyGroup > 0 ? strip_scales(strip) : nullptr;
     F square = set1(0.f);
-    F acc[kRows];
-    F part[kRows];
+    Sum acc[kRows];
+    Sum part[kRows];
+    ProductArgs starts{};
+    starts.a = queries;
+    starts.a_row = query_row;
+    starts.starts = kParts * key_row_;
 #pragma GCC unroll 8
-    for (int row = 0; row < kRows; ++row) acc[row] = part[row] = set1(0.f);
+    for (int row = 0; row < kRows; ++row) {
+      acc[row] = part[row] = start_of<KeyUnits>(starts, nullptr, row);
+    }
     for (int raw = 0; raw < raws; raw += kLanes) {
       U r[kLanes];
       transposed_keys(strip, raw, r);
@@ -483,8 +505,8 @@ class TileAttention {
           for (int row = 0; row < kRows; ++row) {
             const uint32_t* const query =
                 queries + row * query_row + (raw + i) * kExpand + j;
-            F& sum = Cells::kKeyGroup > 0 ? part[row] : acc[row];
-            sum = Units::dot_one(sum, units[j], query);
+            Sum& sum = Cells::kKeyGroup > 0 ? part[row] : acc[row];
+            sum = Units::dot_one(sum, units[j], query, query_part);
           }
         }
         if constexpr (Cells::kKeyGroup > 0) {
@@ -504,7 +526,8 @@ class TileAttention {
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
-      store(scores_ + row * kTileStates + strip * kLanes, acc[row]);
+      store(scores_ + row * kTileStates + strip * kLanes,
+            end_of<KeyUnits>(starts, acc[row], nullptr, row));
     }
   }
 
@@ -512,13 +535,16 @@ class TileAttention {
   void sum_values(int elem, int groups) {
     const uint32_t* const probabilities = probabilities_;
     const Tables tables = cells_.tables();
-    F acc[kRows][kRegs];
+    Sum acc[kRows][kRegs];
+    ProductArgs sums{};
+    sums.rescale = rescale_;
+    sums.factors = factors_;
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
       for (int i = 0; i < kRegs; ++i) {
-        acc[row][i] = mul(load(running_.acc + row * acc_row_ + elem + i * kLanes),
-                          set1(rescale_[row]));
+        const float* const c = running_.acc + row * acc_row_ + elem + i * kLanes;
+        acc[row][i] = start_of<ValueUnits>(sums, c, row);
       }
     }
     for (int group = 0; group < groups; ++group) {
@@ -529,11 +555,11 @@ class TileAttention {
       for (int d = 0; d < kDots; ++d) {
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
-          const U p =
-              u_set1(probabilities[row * (kTileStates / kElems) + group * kDots + d]);
+          const typename Units::Factor p = Units::factor(
+              probabilities + row * kParts * kRowUnits + group * kDots + d, kRowUnits);
 #pragma GCC unroll 4
           for (int i = 0; i < kRegs; ++i) {
-            acc[row][i] = Units::dot(acc[row][i], r[d][i], p);
+            acc[row][i] = ValueUnits::dot(acc[row][i], r[d][i], p);
           }
         }
       }
@@ -542,7 +568,8 @@ class TileAttention {
     for (int row = 0; row < kRows; ++row) {
 #pragma GCC unroll 4
       for (int i = 0; i < kRegs; ++i) {
-        store(running_.acc + row * acc_row_ + elem + i * kLanes, acc[row][i]);
+        float* const c = running_.acc + row * acc_row_ + elem + i * kLanes;
+        store(c, end_of<ValueUnits>(sums, acc[row][i], c, row));
       }
     }
   }
@@ -565,13 +592,19 @@ class TileAttention {
     }
   }
 
+  // Of a query in whole numbers.
+  float query_scale(int row) const {
+    if constexpr (kParts == 1) return 1.f;
+    return reinterpret_cast<const float*>(queries_ + (row + 1) * query_row_ - kLanes)[2];
+  }
+
   // Scales, caps and masks a row's scores; returns their maximum.
   float mask_scores(int64_t tile, int row, int vectors) {
     const int64_t lo = row_begin_[row] - tile;
     const int64_t hi = row_end_[row] - tile;
     const bool partial = lo > 0 || hi < vectors * kLanes;
     const bool capped = a_.soft_cap > 0.f;
-    const F scale = set1(capped ? a_.scale / a_.soft_cap : a_.scale);
+    const F scale = set1((capped ? a_.scale / a_.soft_cap : a_.scale) * query_scale(row));
     F largest = set1(kLowestMax);
     for (int v = 0; v < vectors; ++v) {
       float* const p = scores_ + row * kTileStates + v * kLanes;
@@ -606,8 +639,16 @@ class TileAttention {
       if constexpr (Cells::kValueScales) {
         p = mul(p, load(numbers_.value_scale + v * kLanes));
       }
-      cells_.store_probabilities(
-          probabilities_ + (row * kTileStates + v * kLanes) / kElems, p);
+      if constexpr (kParts == 1) {
+        cells_.store_probabilities(
+            probabilities_ + row * kRowUnits + v * kLanes / kElems, p);
+      } else {
+        store(scores_ + row * kTileStates + v * kLanes, p);
+      }
+    }
+    if constexpr (kParts > 1) {
+      factors_[row] = cells_.store_whole_probabilities(
+          probabilities_ + row * kParts * kRowUnits, scores_ + row * kTileStates, vectors);
     }
     return reduce_add(sum);
   }
@@ -669,16 +710,18 @@ class TileAttention {
   const int head_size_v_;
   const int key_raws_;       // raw units of a key
   const int64_t key_row_;    // units of a key, rounded up to whole registers
+  const int64_t query_row_;  // units of a query with all its parts
   const int64_t acc_row_;
-  uint32_t* queries_;        // [rows, key_row]
+  uint32_t* queries_;        // [rows, query_row]
   uint32_t* keys_;           // [strips, key_row, kLanes]
   uint32_t* values_;         // [kTileStates / kElems, acc_row]
-  uint32_t* probabilities_;  // [rows, kTileStates / kElems]
+  uint32_t* probabilities_;  // [rows, parts, kTileStates / kElems]
   uint8_t* decoded_;         // [kTileStates, row_bytes]
   float* scores_;            // [rows, kTileStates]
   float* rescale_;
   float* weight_;
   float* query_sums_;
+  float* factors_;           // [rows]: of probabilities in whole numbers
   float* group_scales_;      // [strips, groups, kLanes]
   float* finished_;
   SoftmaxState total_;

@@ -54,6 +54,119 @@ struct ScaledPairs : PairCells<Bytes<Code>, Bytes<Code>> {
   int64_t v_scale;
 };
 
+// int8 cells as they are, four codes to a unit.
+struct Int8Quads : PlainCells<Int8Units> {
+  using Format = kv_formats::int8_per_token_head;
+  using KeyUnits = Int8Units::Keys;
+  using ValueUnits = Int8Units::Values;
+  struct Tables {
+    U first;   // the order of four states' bytes, for 16 elements and the 16 after
+    U second;
+  };
+  static constexpr int kRegisterBytes = 64;
+  static constexpr int kValueRegs = 2;
+  static constexpr int kValueGroupBytes = 4 * 32;
+  static constexpr int kFewRows = 4;
+  static constexpr bool kKeyScales = true;
+  static constexpr bool kValueScales = true;
+
+  explicit Int8Quads(const AttentionArgs& a)
+      : PlainCells(a, Format{a.query.size, a.out.size}.state_bytes()),
+        format{a.query.size, a.out.size},
+        value_offset(format.v_offset()) {
+    alignas(64) uint8_t order[128];
+    for (int i = 0; i < 128; ++i) {
+      order[i] = static_cast<uint8_t>(i / 4 + i % 4 * 32);
+    }
+    orders = {_mm512_load_si512(order), _mm512_load_si512(order + 64)};
+  }
+
+  Tables tables() const { return orders; }
+
+  __attribute__((always_inline)) U load_key(const uint8_t* cell, int elem,
+                                            int count) const {
+    return masked_bytes(cell + elem, count);
+  }
+  VLLM_INLINE void expand_key(const Tables&, U raw, U (&units)[1]) {
+    units[0] = _mm512_xor_si512(raw, _mm512_set1_epi8(-128));
+  }
+  __attribute__((always_inline)) void load_values(const Tables& tables,
+                                                  const uint8_t* const* cells, int elem,
+                                                  int count, U (&r)[1][2]) const {
+    const int64_t offset = value_offset + elem;
+    const U low = both_halves(masked_half(cells[0] + offset, count),
+                              masked_half(cells[1] + offset, count));
+    const U high = both_halves(masked_half(cells[2] + offset, count),
+                               masked_half(cells[3] + offset, count));
+    r[0][0] = _mm512_permutex2var_epi8(low, tables.first, high);
+    r[0][1] = _mm512_permutex2var_epi8(low, tables.second, high);
+  }
+
+  void load_numbers(const uint8_t* const* cells, int count, StateNumbers& n) const {
+    const int64_t k_scale = format.k_scale_offset();
+    const int64_t v_scale = format.v_scale_offset();
+    for (int i = 0; i < count; ++i) {
+      n.key_scale[i] = value_at<float>(cells[i] + k_scale);
+      n.value_scale[i] = value_at<float>(cells[i] + v_scale);
+    }
+  }
+
+  // Two parts of `units` units; then what undoes the 128 of keys, and the scale.
+  void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) const {
+    alignas(64) float row[kMaxHead];
+    load_floats(row, query, from, 4 * units);
+    const float largest = largest_magnitude(row, static_cast<int>(4 * units));
+    const float scale = largest > 0.f ? largest / KeyUnits::kMost : 1.f;
+    const F factor = set1(1.f / scale);
+    F probe = set1(0.f);  // becomes NaN with the query
+    int8_t* const high = reinterpret_cast<int8_t*>(to);
+    int8_t* const low = reinterpret_cast<int8_t*>(to + units);
+    int32_t sums[2] = {};
+    for (int64_t i = 0; i < 4 * units; i += kLanes) {
+      probe = fma(load(row + i), set1(0.f), probe);
+      const U whole = _mm512_cvtps_epi32(mul(load(row + i), factor));
+      const U upper = _mm512_srai_epi32(_mm512_add_epi32(whole, u_set1(64)), 7);
+      const U lower = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 7));
+      sums[0] += _mm512_reduce_add_epi32(upper);
+      sums[1] += _mm512_reduce_add_epi32(lower);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i),
+                       _mm512_cvtepi32_epi8(upper));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(lower));
+    }
+    uint32_t* const rest = to + 2 * units;
+    rest[0] = static_cast<uint32_t>(-128 * sums[0]);
+    rest[1] = static_cast<uint32_t>(-128 * sums[1]);
+    const float marked = scale + reduce_add(probe);
+    memcpy(rest + 2, &marked, sizeof marked);
+  }
+
+  // Two parts of weighed probabilities; returns what a whole number stands for.
+  float store_whole_probabilities(uint32_t* to, const float* p, int vectors) const {
+    F largest = set1(0.f);
+    for (int v = 0; v < vectors; ++v) largest = max(largest, load(p + v * kLanes));
+    const float most = reduce_max(largest);
+    if (!(most > 0x1p-100f)) {  // nothing is seen; or NaN, which stays
+      memset(to, 0, 2 * kTileStates);
+      return most == most ? 0.f : most;
+    }
+    const float step = most / ValueUnits::kMost;
+    const F factor = set1(1.f / step);
+    uint8_t* const bytes = reinterpret_cast<uint8_t*>(to);
+    for (int v = 0; v < vectors; ++v) {
+      const U whole = _mm512_cvtps_epi32(mul(load(p + v * kLanes), factor));
+      const __m128i high = _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + v * kLanes), high);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + kTileStates + v * kLanes),
+                       _mm512_cvtepi32_epi8(whole));
+    }
+    return step;
+  }
+
+  Format format;
+  int64_t value_offset;
+  Tables orders;
+};
+
 struct Int4Pairs : PairCells<Nibbles<4>, Nibbles<4>> {
   using Base = PairCells<Nibbles<4>, Nibbles<4>>;
   static constexpr Centred<4> kCodes{};
@@ -226,7 +339,7 @@ const PackedFormat* packed_per_token_head(int32_t cell_format) {
   using Int8 = kv_formats::int8_per_token_head;
   using E4M3 = kv_formats::fp8_per_token_head;
   static constexpr PackedFormat int8_format =
-      Scaled<Int8, int8, int8_code, 127>::format(VLLM_PAIRS(ScaledPairs<Int8, Int8Bytes>));
+      Scaled<Int8, int8, int8_code, 127>::format(VLLM_PAIRS(Int8Quads));
   static constexpr PackedFormat e4m3_format =
       Scaled<E4M3, e4m3, e4m3_code, 448>::format(VLLM_PAIRS(ScaledPairs<E4M3, E4M3Bytes>));
   static constexpr PackedFormat int4_format = Rotated::format(VLLM_PAIRS(Int4Pairs));

@@ -58,8 +58,7 @@ static void pair_up(uint32_t* to, const float* from, int64_t units) {
   }
 }
 
-// bf16 of the magnitudes of 8-bit codes: the sign is the highest bit of a code, or its
-// two's complement.
+// bf16 of the magnitudes of 8-bit codes, whose highest bit is the sign.
 struct ByteTable {
   alignas(64) uint8_t low[128];
   alignas(64) uint8_t high[128];
@@ -91,29 +90,12 @@ constexpr ByteTable float_table() {
   return table;
 }
 
-constexpr ByteTable int8_table() {
-  ByteTable table{};
-  for (int code = 0; code < 128; ++code) {
-    const uint16_t value = exact_bfloat16(code, 0);
-    table.low[code] = static_cast<uint8_t>(value);
-    table.high[code] = static_cast<uint8_t>(value >> 8);
-  }
-  return table;
-}
-
 struct E4M3Bytes {
   static constexpr ByteTable kTable = float_table<3, 7, false>();
-  static constexpr bool kComplement = false;
 };
 struct E5M2Bytes {
   static constexpr ByteTable kTable = float_table<2, 15, true>();
-  static constexpr bool kComplement = false;
 };
-struct Int8Bytes {
-  static constexpr ByteTable kTable = int8_table();
-  static constexpr bool kComplement = true;
-};
-
 template <class Code>
 struct Bytes {
   static constexpr int kExpand = 2;
@@ -132,9 +114,8 @@ struct Bytes {
 
   // Bytes (a, b, c, d) of each lane to (a, c) and (b, d).
   __attribute__((always_inline)) void expand(U x, U (&r)[2]) const {
-    const U index = Code::kComplement ? _mm512_abs_epi8(x) : x;
-    const U low = _mm512_permutex2var_epi8(low0, index, low1);
-    U high = _mm512_permutex2var_epi8(high0, index, high1);
+    const U low = _mm512_permutex2var_epi8(low0, x, low1);
+    U high = _mm512_permutex2var_epi8(high0, x, high1);
     high = _mm512_ternarylogic_epi32(high, x, _mm512_set1_epi8(-128), 0xf8);
     // (a & c) | b, and (a & c) | b of the other halves
     const U mask = _mm512_set1_epi16(0x00ff);

@@ -22,18 +22,43 @@ struct ProductArgs {
   const float* rescale;  // null: overwrite C; else C = C * rescale[row] + A B
   const float* scales;   // null, or per element of a vector: C = C + scales * (A B)
   int64_t scales_vector; // floats from vector to vector
+  int64_t a_part;        // units from part to part, where units have two
+  int64_t starts;        // 0, or units from a row of A to what its sums start from
+  const float* factors;  // per row, of products with two parts
 };
+
+// What a sum starts from and how it is written, for numbers and for whole numbers.
+template <class Units>
+VLLM_INLINE typename Units::Sum start_of(const ProductArgs& p, const float* c, int row) {
+  if constexpr (Units::kParts > 1) {
+    if (p.starts == 0) return Units::zero();
+    const uint32_t* const starts = p.a + row * p.a_row + p.starts;
+    return {u_set1(starts[0]), u_set1(starts[1])};
+  } else {
+    return p.rescale == nullptr ? set1(0.f) : mul(load(c), set1(p.rescale[row]));
+  }
+}
+
+template <class Units>
+VLLM_INLINE F end_of(const ProductArgs& p, const typename Units::Sum& sum, const float* c,
+                     int row) {
+  if constexpr (Units::kParts > 1) {
+    const F whole = total(sum, Units::kStep);
+    if (p.rescale == nullptr) return whole;
+    return fma(whole, set1(p.factors[row]), mul(load(c), set1(p.rescale[row])));
+  } else {
+    return sum;
+  }
+}
 
 template <class Units, int kRows, int kVectors>
 static void product_block(const ProductArgs& p) {
-  F acc[kRows][kVectors];
+  typename Units::Sum acc[kRows][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      acc[r][v] = p.rescale == nullptr
-                      ? set1(0.f)
-                      : mul(load(p.c + r * p.c_row + v * kLanes), set1(p.rescale[r]));
+      acc[r][v] = start_of<Units>(p, p.c + r * p.c_row + v * kLanes, r);
     }
   }
   const uint32_t* a = p.a;
@@ -44,7 +69,7 @@ static void product_block(const ProductArgs& p) {
     for (int v = 0; v < kVectors; ++v) column[v] = u_load(b + v * p.b_vector);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-      const U unit = u_set1(a[r * p.a_row]);
+      const typename Units::Factor unit = Units::factor(a + r * p.a_row, p.a_part);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         acc[r][v] = Units::dot(acc[r][v], column[v], unit);
@@ -56,10 +81,11 @@ static void product_block(const ProductArgs& p) {
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
       float* const c = p.c + r * p.c_row + v * kLanes;
+      F sum = end_of<Units>(p, acc[r][v], c, r);
       if (p.scales != nullptr) {
-        acc[r][v] = fma(acc[r][v], load(p.scales + v * p.scales_vector), load(c));
+        sum = fma(sum, load(p.scales + v * p.scales_vector), load(c));
       }
-      store(c, acc[r][v]);
+      store(c, sum);
     }
   }
 }
@@ -75,7 +101,7 @@ static void product_rows(const ProductArgs& p, int rows) {
   }
 }
 
-template <class Units, int kVectors = kBlockVectors>
+template <class Units, int kVectors = Units::kVectors>
 static void product_vectors(const ProductArgs& p, int rows, int vectors) {
   if constexpr (kVectors == 0) {
     return;
@@ -89,7 +115,7 @@ static void product_vectors(const ProductArgs& p, int rows, int vectors) {
 template <class Units>
 void product(const ProductArgs& whole, int rows, int vectors) {
   const int row_blocks = (rows + kBlockRows - 1) / kBlockRows;
-  for (int v = 0; v < vectors; v += kBlockVectors) {
+  for (int v = 0; v < vectors; v += Units::kVectors) {
     for (int block = 0; block < row_blocks; ++block) {
       const int begin = rows * block / row_blocks;  // blocks of nearly equal height
       const int end = rows * (block + 1) / row_blocks;
@@ -99,7 +125,8 @@ void product(const ProductArgs& whole, int rows, int vectors) {
       p.c += begin * p.c_row + v * kLanes;
       if (p.scales != nullptr) p.scales += v * p.scales_vector;
       if (p.rescale != nullptr) p.rescale += begin;
-      const int width = static_cast<int>(smaller(vectors - v, kBlockVectors));
+      if (p.factors != nullptr) p.factors += begin;
+      const int width = static_cast<int>(smaller(vectors - v, Units::kVectors));
       product_vectors<Units>(p, end - begin, width);
     }
   }
@@ -110,6 +137,8 @@ void product(const ProductArgs& whole, int rows, int vectors) {
 extern template void product<Float32Units>(const ProductArgs&, int, int);
 #if defined(__AVX512BF16__)
 extern template void product<BFloat16Units>(const ProductArgs&, int, int);
+extern template void product<Int8Units::Keys>(const ProductArgs&, int, int);
+extern template void product<Int8Units::Values>(const ProductArgs&, int, int);
 #endif
 #endif
 

@@ -9,10 +9,20 @@ namespace vllm_cpu::VLLM_ISA {
 
 // One float per unit: exact for every type.
 struct Float32Units {
+  using Keys = Float32Units;
+  using Values = Float32Units;
+  using Sum = F;
+  using Factor = U;
   static constexpr int kElems = 1;
+  static constexpr int kParts = 1;
+  static constexpr int kVectors = kBlockVectors;
+
+  VLLM_INLINE Factor factor(const uint32_t* a, int64_t) { return u_set1(*a); }
 
   VLLM_INLINE F dot(F acc, U b, U a) { return fma(as_float(a), as_float(b), acc); }
-  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a) { return dot(acc, b, u_set1(*a)); }
+  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a, int64_t) {
+    return dot(acc, b, u_set1(*a));
+  }
   VLLM_INLINE void interleave(U (&)[1]) {}
   VLLM_INLINE U ones() { return as_units(set1(1.f)); }
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) { u_store(to, as_units(p)); }
@@ -38,7 +48,15 @@ struct Float32Units {
 // Two bf16 per unit, for bf16 queries: products are exact, sums are fp32, and the
 // probabilities are rounded to bf16.
 struct BFloat16Units {
+  using Keys = BFloat16Units;
+  using Values = BFloat16Units;
+  using Sum = F;
+  using Factor = U;
   static constexpr int kElems = 2;
+  static constexpr int kParts = 1;
+  static constexpr int kVectors = kBlockVectors;
+
+  VLLM_INLINE Factor factor(const uint32_t* a, int64_t) { return u_set1(*a); }
 
   VLLM_INLINE F dot(F acc, U b, U a) {
     return _mm512_dpbf16_ps(acc, (__m512bh)b, (__m512bh)a);
@@ -46,7 +64,7 @@ struct BFloat16Units {
 
   // With one unit in memory as every lane of a: GCC 12 does not fold the broadcast.
   // Volatile keeps the prefetches between the products where they are written.
-  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a) {
+  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a, int64_t) {
     asm volatile("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*a));
     return acc;
   }
@@ -78,6 +96,64 @@ struct BFloat16Units {
     }
   }
 };
+
+// Four int8 per unit, for int8 cells. Queries and probabilities are whole numbers times
+// a scale per row, in two parts of eight bits: finer than bf16, and sums are exact.
+struct Int8Units {
+  struct Sum {
+    U high;
+    U low;
+  };
+  struct Factor {
+    U high;
+    U low;
+  };
+  static constexpr int kElems = 4;
+  static constexpr int kParts = 2;
+  static constexpr int kVectors = kBlockVectors / 2;
+
+  VLLM_INLINE Factor factor(const uint32_t* a, int64_t part) {
+    return {u_set1(a[0]), u_set1(a[part])};
+  }
+  VLLM_INLINE Sum zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+
+  // Keys with 128 added, times queries from -2^14 to 2^14 in steps of 128 and of 1.
+  struct Keys;
+  // Values times probabilities below 2^16, in steps of 256 and of 1.
+  struct Values;
+
+  VLLM_INLINE U dot_signed(U acc, U b, const uint32_t* a) {
+    asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*a));
+    return acc;
+  }
+  VLLM_INLINE Sum dot_one(Sum acc, U b, const uint32_t* a, int64_t part) {
+    return {dot_signed(acc.high, b, a), dot_signed(acc.low, b, a + part)};
+  }
+};
+
+struct Int8Units::Keys : Int8Units {
+  static constexpr float kStep = 128.f;
+  static constexpr float kMost = 127.f * 128.f;
+
+  VLLM_INLINE Sum dot(Sum acc, U b, Factor a) {
+    return {_mm512_dpbusd_epi32(acc.high, b, a.high),
+            _mm512_dpbusd_epi32(acc.low, b, a.low)};
+  }
+};
+
+struct Int8Units::Values : Int8Units {
+  static constexpr float kStep = 256.f;
+  static constexpr float kMost = 255.f * 256.f;
+
+  VLLM_INLINE Sum dot(Sum acc, U b, Factor a) {
+    return {_mm512_dpbusd_epi32(acc.high, a.high, b),
+            _mm512_dpbusd_epi32(acc.low, a.low, b)};
+  }
+};
+
+VLLM_INLINE F total(const Int8Units::Sum& sum, float step) {
+  return fma(_mm512_cvtepi32_ps(sum.high), set1(step), _mm512_cvtepi32_ps(sum.low));
+}
 #endif
 
 }  // namespace vllm_cpu::VLLM_ISA
