@@ -103,6 +103,7 @@ class KVConnectorPromMetrics:
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         self._vllm_config = vllm_config
+        # By name: prometheus_client is not needed to count.
         self._kinds = {kind.__name__: make for kind, make in metric_types.items()}
         self._labelnames = labelnames
         self.per_engine_labelvalues = per_engine_labelvalues
