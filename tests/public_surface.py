@@ -35,6 +35,15 @@ vllm.config.scheduler: SchedulerConfig
 vllm.config.vllm: VllmConfig
 vllm.distributed.kv_events: AllBlocksCleared BlockRemoved BlockStored KVCacheEvent
     MEDIUM_GPU
+vllm.distributed.kv_transfer.kv_connector.factory: KVConnectorFactory
+vllm.distributed.kv_transfer.kv_connector.utils: KVOutputAggregator
+vllm.distributed.kv_transfer.kv_connector.v1.base: KVConnectorBase_V1
+    KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole
+    KVConnectorTransferResults KVConnectorWorkerMetadata CopyBlocksOp SupportsHMA
+    supports_hma
+vllm.distributed.kv_transfer.kv_connector.v1.example_connector: ExampleConnector
+vllm.distributed.kv_transfer.kv_connector.v1.metrics: KVConnectorLogging
+    KVConnectorPromMetrics KVConnectorStats
 vllm.lora.request: LoRARequest
 vllm.model_executor.layers.attention.attention: Attention
 vllm.model_executor.layers.attention.mla_attention: MLACommonMetadata

@@ -88,6 +88,23 @@ def test_the_page_table_names_every_byte_once(fmt, layout) -> None:
         assert len(page_table(plan, caches)) == 2  # one run of bytes a layer
 
 
+def test_nothing_but_whole_blocks_of_the_pool_is_copied() -> None:
+    plan = two_layers(by_name("bfloat16"), KVCacheLayout.LBNHC)
+    mover = BlockMover(plan, caches_of(plan, 1))
+    size = mover.block_bytes[0]
+    good = torch.zeros(size, dtype=torch.uint8)
+    for block, buffer in (
+        (-1, good),
+        (plan.num_blocks, good),
+        (0, good[:-1]),
+        (0, torch.zeros(2 * size, dtype=torch.uint8)[::2]),
+        (0, torch.zeros(size, dtype=torch.int8)),
+    ):
+        for copy in (mover.read, mover.write):
+            with pytest.raises(ValueError, match="expected"):
+                copy(0, block, buffer)
+
+
 def test_states_and_pages_of_several_groups_move() -> None:
     fmt = by_name("bfloat16")
     padded = spec_of(fmt, page_size_padded=1 << 15)
