@@ -1,5 +1,6 @@
 """Public names of the package, resolved on first use so that `import vllm` is cheap."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.import_utils import resolve
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
+
+# OpenMP threads that wait at a barrier spin for milliseconds by default, which stops
+# everything where cores are shared. libgomp reads this when torch loads it.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _NAMES = {
     "AsyncEngineArgs": "vllm.engine.arg_utils:AsyncEngineArgs",

@@ -238,15 +238,15 @@ _WHOLE = {
 _INF = float("inf")
 # field, lowest, highest, in words
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
-    ("n", 1, 16384, "a whole number of at least 1"),
+    ("n", 1, 16384, "a whole number from 1 to 16384"),
     ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
     ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
     ("repetition_penalty", 0.0, 1e6, "a number above 0"),
-    ("temperature", 0.0, 1e6, "a finite number of at least 0"),
-    ("top_k", -1, _INF, "-1 or 0 (off), or at least 1"),
+    ("temperature", 0.0, 1e6, "a number from 0 to 1e6"),
+    ("top_k", -1, 2**31 - 1, "-1 or 0 (off), or from 1 to 2**31 - 1"),
     ("min_p", 0.0, 1.0, "between 0 and 1"),
-    ("max_tokens", 1, _INF, "at least 1"),
-    ("min_tokens", 0, _INF, "at least 0"),
+    ("max_tokens", 1, 2**31 - 1, "from 1 to 2**31 - 1"),
+    ("min_tokens", 0, 2**31 - 1, "from 0 to 2**31 - 1"),
     ("logprobs", -1, _INF, "at least 0, or -1 for the whole vocabulary"),
     ("prompt_logprobs", -1, _INF, "at least 0, or -1 for the whole vocabulary"),
     ("seed", -(2**63), 2**64 - 1, "a 64-bit whole number"),

@@ -88,7 +88,8 @@ def choose_block_size(vllm_config: VllmConfig, layers: list[LayerPages]) -> None
             raise ValueError(
                 f"block size {cache.block_size} cannot be split into kernel blocks of "
                 f"{layer.backend.get_name()} ({layer.layer_name}), which takes "
-                f"{layer.backend.block_sizes_in_words()} tokens: set --block-size to a multiple."
+                f"{layer.backend.block_sizes_in_words()} tokens: set --block-size to a "
+                "multiple."
             )
 
 

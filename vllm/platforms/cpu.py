@@ -86,5 +86,5 @@ class CpuPlatform(Platform):
     ) -> list[AttentionBackendEnum]:
         if attn_selector_config.use_mla:
             return [AttentionBackendEnum.CPU_MLA]
-        # REFERENCE serves what it is asked for by name, never as a silent second choice.
+        # REFERENCE serves where it is asked for by name, never as a second choice.
         return [AttentionBackendEnum.CPU_ATTN]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import block_size
 from vllm.platforms.kv_checks import check_kv_cache_config
@@ -20,6 +21,7 @@ from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     requested_backend,
 )
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -189,6 +191,8 @@ class Platform:
 
         Runs before the model is loaded. Raises ValueError with the way out.
         """
+        if envs.VLLM_KV_CACHE_LAYOUT is not None:
+            KVCacheLayout.from_name(envs.VLLM_KV_CACHE_LAYOUT)
         if vllm_config.model_config is not None:
             check_kv_cache_config(vllm_config)
             cls.check_attention_backend(vllm_config)

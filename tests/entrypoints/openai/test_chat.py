@@ -176,6 +176,10 @@ def test_a_client_that_leaves_frees_its_request(
         ),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"chat_template": "{{ nonsense("}, "chat template"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"a": 1}}, "response_format"),
     ],
 )
 def test_bad_requests_are_refused_by_name(
@@ -187,6 +191,17 @@ def test_bad_requests_are_refused_by_name(
     assert response.status_code == error["code"] == 400
     assert error["type"] == "BadRequestError"
     assert word in error["message"]
+
+
+def test_template_arguments_reach_the_template(http: httpx.Client) -> None:
+    body = {
+        "messages": QUESTION,
+        "chat_template": "{{ word }}{{ messages[0].content }}",
+        "chat_template_kwargs": {"word": "Hello: ", "enable_thinking": False},
+    }
+    tokens = http.post("/tokenize", json=body).json()["tokens"]
+    text = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text == f"Hello: {QUESTION[0]['content']}"
 
 
 def test_an_unfinished_message_is_continued(http: httpx.Client) -> None:

@@ -1,5 +1,7 @@
 """Completions: prompts in every form, echo, logprobs, streams."""
 
+import json
+
 import httpx
 import pytest
 from openai import OpenAI
@@ -163,13 +165,25 @@ def test_token_ids_are_returned_on_request(http: httpx.Client) -> None:
         ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"priority": 2**70}, "priority"),
+        ({"stop_token_ids": [2**70]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"prompt": "a\ud800b"}, "prompt"),
+        ({"stop": ["\udfff"]}, "stop.0"),
+        ({"request_id": ""}, "request_id"),
+        ({"prompt": "hello " * 500_000}, "maximum context length is 1024 tokens"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"stream": True, "prompt": [-1]}, "vocabulary"),
     ],
 )
 def test_bad_requests_are_refused_by_name(
     http: httpx.Client, change: dict, word: str
 ) -> None:
-    body = {"model": MODEL, "prompt": PROMPT, **change}
-    response = http.post("/v1/completions", json=body)
+    # Plain json.dumps escapes surrogates, which the client's own encoder refuses.
+    body = json.dumps({"model": MODEL, "prompt": PROMPT, **change})
+    headers = {"Content-Type": "application/json"}
+    response = http.post("/v1/completions", content=body, headers=headers)
     error = response.json()["error"]
     assert response.status_code == error["code"] == 400, error
     assert error["type"] == "BadRequestError"

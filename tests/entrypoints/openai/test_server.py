@@ -1,8 +1,10 @@
 """Everything around generation: models, keys, health, metrics, bad bodies, start-up."""
 
+import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -208,3 +210,35 @@ def test_a_server_whose_engine_dies_ends_with_a_failure(tmp_path: Path) -> None:
         status = server.process.wait(timeout=30)
     assert status == 1
     assert "vllm serve: error: the engine has stopped" in server.log
+
+
+def test_stopping_bounds_the_time_of_running_requests(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    args = ["--kv-cache-memory-bytes", "8MiB", "--shutdown-timeout", "1"]
+    with RemoteServer(str(tmp_path), args) as server:
+        body = {"prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            started = time.monotonic()
+            server.stop()
+        assert time.monotonic() - started < 20
+
+
+def test_an_unknown_axis_order_is_refused_before_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "NONSENSE")
+    with pytest.raises(ValueError, match=r"NONSENSE.*LBHNC"):
+        EngineArgs(model=MODEL).create_engine_config()
+
+
+def test_a_wrong_log_level_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", MODEL],
+        env={**os.environ, "VLLM_LOGGING_LEVEL": "LOUD"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "LOUD" in done.stderr and "Traceback" not in done.stderr

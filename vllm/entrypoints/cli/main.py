@@ -35,15 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     A ValueError is the user's to mend: it is printed as one line, without a traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(next((w for w in words if w in _COMMANDS), None))
-    args = parser.parse_args(words)
-    if args.command is None:
-        parser.print_help()
-        return 0
+    command = next((word for word in words if word in _COMMANDS), None)
     try:
+        parser = _parser(command)
+        args = parser.parse_args(words)
+        if args.command is None:
+            parser.print_help()
+            return 0
         return resolve(f"{_COMMANDS[args.command][1]}:run")(args) or 0
     except (ValueError, EngineDeadError) as error:
-        print(f"vllm {args.command}: error: {_one_line(error)}", file=sys.stderr)
+        print(f"vllm {command}: error: {_one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

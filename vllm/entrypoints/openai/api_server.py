@@ -300,14 +300,25 @@ async def _serve(app: FastAPI, sock: socket.socket, args: argparse.Namespace) ->
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
             timeout_keep_alive=5,
+            timeout_graceful_shutdown=args.shutdown_timeout,
         )
     )
     task = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started and not task.done():
         await asyncio.sleep(0.01)
     loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if server.should_exit:
+            server.force_exit = True
+            return
+        logger.info(
+            "stopping; running requests have %d s to end", args.shutdown_timeout
+        )
+        server.should_exit = True
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+        loop.add_signal_handler(number, stop)
     _say_ready(app.state.context, sock, args)
     engine_watch = asyncio.create_task(_stop_when_dead(app, server))
     await task

@@ -21,6 +21,12 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
     add("--ssl-keyfile", default=None, help="TLS key")
     add("--ssl-certfile", default=None, help="TLS certificate")
     add("--ssl-ca-certs", default=None, help="TLS authorities")
+    add(
+        "--shutdown-timeout",
+        type=int,
+        default=5,
+        help="seconds that running requests have to end when the server is stopped",
+    )
     add("--root-path", default=None, help="path prefix behind a proxy")
     add("--chat-template", default=None, help="template file, or the template itself")
     add(

@@ -72,11 +72,19 @@ def _validation_error(error: RequestValidationError) -> ErrorResponse:
         return error_response(
             f"the body is not valid JSON: {detail}", HTTPStatus.BAD_REQUEST
         )
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    message = f"{where}: {first['msg']}" if where else first["msg"]
+    where = [str(part) for part in first["loc"] if part != "body"]
+    if not where:
+        return error_response(
+            "the body must be a JSON object, with Content-Type: application/json",
+            HTTPStatus.BAD_REQUEST,
+        )
+    # A field that takes several types has one complaint for each of them.
+    field = where[0]
+    same = [e["msg"] for e in error.errors() if field in map(str, e["loc"])]
+    message = f"{field}: {'; or '.join(dict.fromkeys(same))}"
     if "input" in first and isinstance(first["input"], (str, int, float, bool)):
         message += f", got {first['input']!r}"
-    return error_response(message, HTTPStatus.BAD_REQUEST, where or None)
+    return error_response(message, HTTPStatus.BAD_REQUEST, field)
 
 
 def install_error_handlers(app: FastAPI) -> None:

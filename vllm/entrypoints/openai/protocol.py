@@ -4,16 +4,13 @@ Says which fields exist and what they mean to the sampler. Knows nothing of the 
 """
 
 import time
-import uuid
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from vllm.entrypoints.openai.protocol_base import OpenAIModel, random_uuid
 from vllm.exceptions import VLLMValidationError
-from vllm.logger import init_logger
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-logger = init_logger(__name__)
 
 # Constraints on the form of the output: refused, because ignoring one would silently
 # return unconstrained text.
@@ -24,29 +21,6 @@ _CONSTRAINTS = (
     "guided_grammar",
     "structured_outputs",
 )
-
-
-def random_uuid() -> str:
-    return uuid.uuid4().hex
-
-
-class OpenAIModel(BaseModel):
-    """A body that keeps unknown fields out of the way and says so once."""
-
-    model_config = ConfigDict(extra="allow")
-
-    known_extras: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="after")
-    def _say_unknown(self) -> "OpenAIModel":
-        unknown = sorted(set(self.model_extra or {}) - self.known_extras)
-        if unknown:
-            logger.warning_once(
-                "%s: fields %s are unknown and ignored",
-                type(self).__name__,
-                ", ".join(unknown),
-            )
-        return self
 
 
 class ErrorInfo(BaseModel):
@@ -138,8 +112,8 @@ class GenerationRequest(OpenAIModel):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     add_special_tokens: bool = True
-    priority: int = 0
-    request_id: str = Field(default_factory=random_uuid)
+    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
+    request_id: str = Field(default_factory=random_uuid, min_length=1, max_length=256)
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -161,7 +135,8 @@ class GenerationRequest(OpenAIModel):
                     "leave the field out",
                     parameter=name,
                 )
-        kind = (self.response_format or {}).get("type", "text")
+        wanted = self.response_format
+        kind = "text" if wanted is None else wanted.get("type")
         if kind != "text":
             raise VLLMValidationError(
                 f"response_format type {kind!r} is not supported: expected 'text'",
@@ -315,6 +290,26 @@ class ChatCompletionRequest(GenerationRequest):
     add_special_tokens: bool = False
 
     @model_validator(mode="after")
+    def _check_tools(self) -> "ChatCompletionRequest":
+        if self.tools and self.tool_choice != "none":
+            raise VLLMValidationError(
+                "tools: this server does not parse tool calls; tool_choice 'none' "
+                "shows the tools to the chat template only",
+                parameter="tools",
+            )
+        if self.tool_choice not in (None, "none", "auto"):
+            raise VLLMValidationError(
+                f"tool_choice {self.tool_choice!r} is not supported: expected 'none'",
+                parameter="tool_choice",
+            )
+        for name in ("functions", "function_call", "modalities", "audio"):
+            if (self.model_extra or {}).get(name):
+                raise VLLMValidationError(
+                    f"{name} is not supported: leave it out", parameter=name
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":
         if not self.messages:
             raise VLLMValidationError(
@@ -325,11 +320,6 @@ class ChatCompletionRequest(GenerationRequest):
                 raise VLLMValidationError(
                     f"messages[{i}] needs a role", parameter=f"messages[{i}].role"
                 )
-        if self.tools and self.tool_choice not in (None, "none"):
-            raise VLLMValidationError(
-                f"tool_choice {self.tool_choice!r} is not supported: expected 'none'",
-                parameter="tool_choice",
-            )
         if self.top_logprobs and not self.logprobs:
             raise VLLMValidationError(
                 "top_logprobs needs logprobs=true", parameter="top_logprobs"

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -74,8 +75,27 @@ class ServingContext:
             )
         return name
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: no text has fewer tokens than its length
+        divided by this."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text.
+
+        Raises VLLMValidationError for one that is too long whatever its tokens are,
+        before it is tokenized.
+        """
+        fewest = len(text) // self.longest_token
+        if fewest > self.max_model_len:
+            raise VLLMValidationError(
+                f"This model's maximum context length is {self.max_model_len} tokens. "
+                f"However, the prompt has {len(text)} characters, at least {fewest} "
+                "tokens: shorten it.",
+                parameter="prompt",
+                value=len(text),
+            )
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def room_for(
@@ -216,6 +236,22 @@ async def merge(
         await asyncio.gather(*waiting, return_exceptions=True)
         for stream in streams:
             await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def primed(stream: AsyncIterator[T]) -> AsyncIterator[T]:
+    """The same stream once its first item is there: what the engine refuses raises
+    here, before an answer has begun."""
+    first = await anext(stream)
+
+    async def whole() -> AsyncIterator[T]:
+        try:
+            yield first
+            async for item in stream:
+                yield item
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    return whole()
 
 
 async def until_disconnect(request: Request, work: Any) -> Any:

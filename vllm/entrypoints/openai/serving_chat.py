@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: messages in, an assistant message out."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,7 +19,7 @@ from vllm.entrypoints.openai.protocol import (
     ChatTopLogProb,
     UsageInfo,
 )
-from vllm.entrypoints.openai.serving import ServingContext, prompt_logprobs_json
+from vllm.entrypoints.openai.serving import ServingContext, primed, prompt_logprobs_json
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.transformers_utils.chat_template import render_chat
@@ -38,14 +39,13 @@ def chat_prompt(context: ServingContext, request: Any) -> str:
             tools=request.tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            **(request.chat_template_kwargs or {}),
+            chat_template_kwargs=request.chat_template_kwargs,
         )
     except VLLMValidationError:
         raise
-    except Exception as error:
-        raise VLLMValidationError(
-            f"the chat template could not be applied: {error}", parameter="messages"
-        ) from error
+    except ValueError as error:
+        param = "chat_template" if request.chat_template else "messages"
+        raise VLLMValidationError(str(error), parameter=param) from error
 
 
 def _flat(message: dict[str, Any], index: int) -> dict[str, Any]:
@@ -87,9 +87,10 @@ class ChatServer:
 
         Raises NotFoundError and ValueError before anything is scheduled.
         """
-        answer = _Answer(self.context, request)
+        # Tokenizing a long prompt takes a while; other requests go on meanwhile.
+        answer = await asyncio.to_thread(_Answer, self.context, request)
         if request.stream:
-            return answer.stream()
+            return answer.stream(await primed(answer.outputs))
         return await answer.whole()
 
 
@@ -157,11 +158,11 @@ class _Answer:
             kv_transfer_params=final.kv_transfer_params,
         )
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
         generated: dict[int, int] = {}
         cached = 0
         try:
-            async for output in self.outputs:
+            async for output in outputs:
                 cached = output.num_cached_tokens or 0
                 for out in output.outputs:
                     if out.index not in generated:

@@ -1,5 +1,6 @@
 """POST /v1/completions: prompts in, continuations out, whole or as a stream."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.entrypoints.openai.serving import (
     ServingContext,
     merge,
+    primed,
     prompt_logprobs_json,
 )
 from vllm.exceptions import VLLMValidationError
@@ -44,9 +46,10 @@ class CompletionServer:
 
         Raises NotFoundError and ValueError before anything is scheduled.
         """
-        answer = _Answer(self.context, request)
+        # Tokenizing a long prompt takes a while; other requests go on meanwhile.
+        answer = await asyncio.to_thread(_Answer, self.context, request)
         if request.stream:
-            return answer.stream()
+            return answer.stream(await primed(merge(answer.streams)))
         return await answer.whole()
 
 
@@ -119,12 +122,14 @@ class _Answer:
             kv_transfer_params=finals[0].kv_transfer_params,
         )
 
-    async def stream(self) -> AsyncIterator[str]:
+    async def stream(
+        self, events: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncIterator[str]:
         generated: dict[int, int] = {}
         offsets: dict[int, int] = {}
         cached: dict[int, int] = {}
         try:
-            async for i, output in merge(self.streams):
+            async for i, output in events:
                 cached[i] = output.num_cached_tokens or 0
                 for out in output.outputs:
                     key = i * self.request.n + out.index

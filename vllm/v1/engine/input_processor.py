@@ -170,6 +170,7 @@ class InputProcessor:
             self._check_ids("logprob_token_ids", params.logprob_token_ids)
             self._checked_logprobs("logprob_token_ids", len(params.logprob_token_ids))
             params.logprobs = params.logprobs or 0
+        self._check_ids("stop_token_ids", params.stop_token_ids or [])
         if params.allowed_token_ids is not None:
             self._check_ids("allowed_token_ids", params.allowed_token_ids)
         if params.logit_bias is not None:
