@@ -15,8 +15,8 @@ from vllm.config.vllm import VllmConfig
 class ForwardContext:
     """Metadata of one forward pass.
 
-    `attn_metadata` and `slot_mapping` (int64 [T], -1 for tokens without a slot) are keyed
-    by layer name; both are empty in a profile run, where attention computes nothing.
+    `attn_metadata` and `slot_mapping` (int64 [T], -1 for tokens without a slot) are
+    keyed by layer name; both are empty in a profile run, where attention computes nothing.
     """
 
     no_compile_layers: dict[str, Any]

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from vllm.exceptions import VLLMValidationError
 
 _SAMPLING_EPS = 1e-5
-# Below this temperature logits overflow; such requests are raised to it, with greedy at 0.
+# Below this temperature logits overflow: lower ones are raised to it, but 0 is greedy.
 _MIN_TEMPERATURE = 1e-2
 MAX_STOP_STRINGS = 64
 
@@ -61,7 +61,7 @@ class StructuredOutputsParams:
 
 @dataclass
 class RepetitionDetectionParams:
-    """Ends a request whose tail repeats: a pattern of min to max tokens, min_count times.
+    """Ends a request whose tail repeats a pattern of min to max tokens min_count times.
 
     All zero: off.
     """
