@@ -16,7 +16,8 @@ class ForwardContext:
     """Metadata of one forward pass.
 
     `attn_metadata` and `slot_mapping` (int64 [T], -1 for tokens without a slot) are
-    keyed by layer name; both are empty in a profile run, where attention computes nothing.
+    keyed by layer name; both are empty in a profile run, where attention computes
+    nothing.
     """
 
     no_compile_layers: dict[str, Any]

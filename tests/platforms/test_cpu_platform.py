@@ -248,5 +248,5 @@ def test_an_entry_that_names_no_layer_is_refused(entry):
 
 
 def test_layers_that_the_model_has_not_are_refused():
-    with pytest.raises(ValueError, match="layers 31, 32, but .* layers 0 to 30"):
+    with pytest.raises(ValueError, match=r"layers 31, 32, but .* layers 0 to 30"):
         skipped("29-32", cache_dtype="fp8", layers=31)

@@ -30,7 +30,9 @@ def test_the_demo_alias_is_the_file_in_its_package() -> None:
 def test_a_missing_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    missing = PackagedModel(package="no_such_package_here", pattern="*", distribution="no-such", sampling={})
+    missing = PackagedModel(
+        package="no_such_package_here", pattern="*", distribution="no-such", sampling={}
+    )
     monkeypatch.setitem(source.PACKAGED_MODELS, "tiny", missing)
     with pytest.raises(ValueError) as error:
         resolve_model("tiny")
