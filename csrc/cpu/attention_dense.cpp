@@ -10,6 +10,7 @@ struct DenseCells : PlainCells<Float32Units> {
   static constexpr int kBytes = dtype_bytes(kDType);
   static constexpr int kRegisterBytes = kLanes * kBytes;
   static constexpr int kValueGroupBytes = kRegisterBytes;
+  static constexpr int kFewRows = 4;
 
   explicit DenseCells(const AttentionArgs& a)
       : PlainCells(a, Format{a.query.size, a.out.size}.state_bytes()),

@@ -421,7 +421,8 @@ class TileAttention {
     }
   }
 
-  void unpack_keys(int strip) {
+  // The inner loops stand alone: merged, they get too few registers.
+  __attribute__((noinline)) void unpack_keys(int strip) {
     uint32_t* const to = keys_ + strip * key_row_ * kLanes;
     const Tables tables = cells_.tables();
     load_group_scales(strip);
@@ -450,7 +451,7 @@ class TileAttention {
     }
   }
 
-  void unpack_values(int group) {
+  __attribute__((noinline)) void unpack_values(int group) {
     const Tables tables = cells_.tables();
     uint32_t* const to = values_ + group * kDots * acc_row_;
     for (int elem = 0; elem < head_size_v_; elem += kValueElems) {
@@ -467,7 +468,7 @@ class TileAttention {
   }
 
   template <int kRows>
-  void score_strip(int strip) {
+  __attribute__((noinline)) void score_strip(int strip) {
     const uint32_t* const queries = queries_;
     const int64_t query_row = query_row_;
     const int64_t query_part = key_row_;
@@ -532,7 +533,7 @@ class TileAttention {
   }
 
   template <int kRows>
-  void sum_values(int elem, int groups) {
+  __attribute__((noinline)) void sum_values(int elem, int groups) {
     const uint32_t* const probabilities = probabilities_;
     const Tables tables = cells_.tables();
     Sum acc[kRows][kRegs];
@@ -574,7 +575,7 @@ class TileAttention {
     }
   }
 
-  void softmax(int64_t tile, int vectors) {
+  __attribute__((noinline)) void softmax(int64_t tile, int vectors) {
     if constexpr (Cells::kKeyScales || Cells::kValueScales) {
       cells_.load_numbers(cells_here_, vectors * kLanes, numbers_);
     }
