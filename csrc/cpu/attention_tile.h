@@ -507,7 +507,7 @@ class TileAttention {
             const uint32_t* const query =
                 queries + row * query_row + (raw + i) * kExpand + j;
             Sum& sum = Cells::kKeyGroup > 0 ? part[row] : acc[row];
-            sum = Units::dot_one(sum, units[j], query, query_part);
+            Units::add_one(sum, units[j], query, query_part);
           }
         }
         if constexpr (Cells::kKeyGroup > 0) {
@@ -560,7 +560,7 @@ class TileAttention {
               probabilities + row * kParts * kRowUnits + group * kDots + d, kRowUnits);
 #pragma GCC unroll 4
           for (int i = 0; i < kRegs; ++i) {
-            acc[row][i] = ValueUnits::dot(acc[row][i], r[d][i], p);
+            ValueUnits::add(acc[row][i], r[d][i], p);
           }
         }
       }

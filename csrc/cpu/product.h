@@ -72,7 +72,7 @@ static void product_block(const ProductArgs& p) {
       const typename Units::Factor unit = Units::factor(a + r * p.a_row, p.a_part);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
-        acc[r][v] = Units::dot(acc[r][v], column[v], unit);
+        Units::add(acc[r][v], column[v], unit);
       }
     }
   }
@@ -90,7 +90,7 @@ static void product_block(const ProductArgs& p) {
   }
 }
 
-template <class Units, int kVectors, int kRows = kBlockRows>
+template <class Units, int kVectors, int kRows = Units::kRows>
 static void product_rows(const ProductArgs& p, int rows) {
   if constexpr (kRows == 0) {
     return;
@@ -114,7 +114,7 @@ static void product_vectors(const ProductArgs& p, int rows, int vectors) {
 
 template <class Units>
 void product(const ProductArgs& whole, int rows, int vectors) {
-  const int row_blocks = (rows + kBlockRows - 1) / kBlockRows;
+  const int row_blocks = (rows + Units::kRows - 1) / Units::kRows;
   for (int v = 0; v < vectors; v += Units::kVectors) {
     for (int block = 0; block < row_blocks; ++block) {
       const int begin = rows * block / row_blocks;  // blocks of nearly equal height

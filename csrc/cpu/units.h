@@ -15,14 +15,16 @@ struct Float32Units {
   using Factor = U;
   static constexpr int kElems = 1;
   static constexpr int kParts = 1;
+  static constexpr int kRows = kBlockRows;        // of a product block
   static constexpr int kVectors = kBlockVectors;
 
   VLLM_INLINE Factor factor(const uint32_t* a, int64_t) { return u_set1(*a); }
 
   VLLM_INLINE F dot(F acc, U b, U a) { return fma(as_float(a), as_float(b), acc); }
-  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a, int64_t) {
-    return dot(acc, b, u_set1(*a));
+  VLLM_INLINE void add_one(F& acc, U b, const uint32_t* a, int64_t) {
+    acc = dot(acc, b, u_set1(*a));
   }
+  VLLM_INLINE void add(F& acc, U b, U a) { acc = dot(acc, b, a); }
   VLLM_INLINE void interleave(U (&)[1]) {}
   VLLM_INLINE U ones() { return as_units(set1(1.f)); }
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) { u_store(to, as_units(p)); }
@@ -54,6 +56,7 @@ struct BFloat16Units {
   using Factor = U;
   static constexpr int kElems = 2;
   static constexpr int kParts = 1;
+  static constexpr int kRows = kBlockRows;        // of a product block
   static constexpr int kVectors = kBlockVectors;
 
   VLLM_INLINE Factor factor(const uint32_t* a, int64_t) { return u_set1(*a); }
@@ -64,10 +67,10 @@ struct BFloat16Units {
 
   // With one unit in memory as every lane of a: GCC 12 does not fold the broadcast.
   // Volatile keeps the prefetches between the products where they are written.
-  VLLM_INLINE F dot_one(F acc, U b, const uint32_t* a, int64_t) {
+  VLLM_INLINE void add_one(F& acc, U b, const uint32_t* a, int64_t) {
     asm volatile("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*a));
-    return acc;
   }
+  VLLM_INLINE void add(F& acc, U b, U a) { acc = dot(acc, b, a); }
 
   // Two rows of 32 elements to 32 (row 0, row 1) pairs.
   VLLM_INLINE void interleave(U (&rows)[2]) {
@@ -110,7 +113,8 @@ struct Int8Units {
   };
   static constexpr int kElems = 4;
   static constexpr int kParts = 2;
-  static constexpr int kVectors = kBlockVectors / 2;
+  static constexpr int kRows = 4;
+  static constexpr int kVectors = 2;
 
   VLLM_INLINE Factor factor(const uint32_t* a, int64_t part) {
     return {u_set1(a[0]), u_set1(a[part])};
@@ -126,8 +130,9 @@ struct Int8Units {
     asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*a));
     return acc;
   }
-  VLLM_INLINE Sum dot_one(Sum acc, U b, const uint32_t* a, int64_t part) {
-    return {dot_signed(acc.high, b, a), dot_signed(acc.low, b, a + part)};
+  VLLM_INLINE void add_one(Sum& acc, U b, const uint32_t* a, int64_t part) {
+    acc.high = dot_signed(acc.high, b, a);
+    acc.low = dot_signed(acc.low, b, a + part);
   }
 };
 
@@ -135,9 +140,9 @@ struct Int8Units::Keys : Int8Units {
   static constexpr float kStep = 128.f;
   static constexpr float kMost = 127.f * 128.f;
 
-  VLLM_INLINE Sum dot(Sum acc, U b, Factor a) {
-    return {_mm512_dpbusd_epi32(acc.high, b, a.high),
-            _mm512_dpbusd_epi32(acc.low, b, a.low)};
+  VLLM_INLINE void add(Sum& acc, U b, const Factor& a) {
+    acc.high = _mm512_dpbusd_epi32(acc.high, b, a.high);
+    acc.low = _mm512_dpbusd_epi32(acc.low, b, a.low);
   }
 };
 
@@ -145,9 +150,9 @@ struct Int8Units::Values : Int8Units {
   static constexpr float kStep = 256.f;
   static constexpr float kMost = 255.f * 256.f;
 
-  VLLM_INLINE Sum dot(Sum acc, U b, Factor a) {
-    return {_mm512_dpbusd_epi32(acc.high, a.high, b),
-            _mm512_dpbusd_epi32(acc.low, a.low, b)};
+  VLLM_INLINE void add(Sum& acc, U b, const Factor& a) {
+    acc.high = _mm512_dpbusd_epi32(acc.high, a.high, b);
+    acc.low = _mm512_dpbusd_epi32(acc.low, a.low, b);
   }
 };
 
