@@ -1,0 +1,36 @@
+"""Every Triton kernel that is launched, as the compiler needs to know it.
+
+Knows names of modules. Each of them has `variants()`: one `KernelVariant` for every
+combination of constants that a launch may choose. Needs no triton to be imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.utils.import_utils import resolve
+
+#: "module:function"; the function returns the module's variants.
+SOURCES: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelVariant:
+    """`signature` maps each argument to its Triton type ("*u8", "i64", "fp32");
+    constants are in `constexprs` instead, by name."""
+
+    name: str
+    fn: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+def all_variants() -> Iterator[KernelVariant]:
+    """The variants of every module. Raises ImportError where triton is missing."""
+    for source in SOURCES:
+        variants: Callable[[], Iterable[KernelVariant]] = resolve(source)
+        yield from variants()
