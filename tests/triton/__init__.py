@@ -1,0 +1,1 @@
+"""Triton kernels without a GPU: interpreted in this process, compiled in others."""
