@@ -36,6 +36,17 @@ def test_a_transfer_is_over_when_all_workers_have_said_so() -> None:
     assert second.kv_connector_output.finished_recving == {"c"}
 
 
+def test_a_load_failed_when_it_failed_on_any_worker_and_all_have_ended() -> None:
+    aggregator = KVOutputAggregator(2)
+    first = aggregator.aggregate(
+        [output(0, failed_recving={"a"}, finished_recving={"b"}), output(1)]
+    ).kv_connector_output
+    assert first.failed_recving is None and first.finished_recving is None
+    second = aggregator.aggregate([output(0), output(1, finished_recving={"a", "b"})])
+    assert second.kv_connector_output.failed_recving == {"a"}
+    assert second.kv_connector_output.finished_recving == {"b"}
+
+
 def test_numbers_of_workers_add_up_and_silence_changes_nothing() -> None:
     aggregator = KVOutputAggregator.from_connector(
         SimpleNamespace(get_finished_count=lambda: None), 2

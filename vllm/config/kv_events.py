@@ -7,7 +7,8 @@ from vllm.config.utils import config
 
 @config
 class KVEventsConfig:
-    """`endpoint` binds when it holds a `*` or is ipc://, and connects otherwise."""
+    """`endpoint` binds when it holds a `*` or is ipc://; otherwise it connects, and the
+    publisher warns."""
 
     enable_kv_cache_events: bool = False
     publisher: Literal["null", "zmq"] | None = None

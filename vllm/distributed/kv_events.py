@@ -204,8 +204,9 @@ class ZmqEventPublisher(EventPublisher):
         if kind == zmq.ROUTER or _binds(endpoint):
             socket.bind(address)
         else:
-            logger.info(
-                "KV events: connecting to %s, where a subscriber must listen; use "
+            logger.warning(
+                "KV events: endpoint %s has no *, so it is connected to: a subscriber "
+                "must listen there, and those that connect see nothing. Use "
                 "tcp://*:port to listen here",
                 address,
             )

@@ -78,10 +78,14 @@ class SamplerOutput:
 
 @dataclass
 class KVConnectorOutput:
-    """News of a worker's connector: transfers done, failed blocks, statistics."""
+    """News of a worker's connector: transfers done, failed blocks, statistics.
+
+    `failed_recving` names requests whose load is over and failed as a whole.
+    """
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
+    failed_recving: set[str] | None = None
     kv_connector_stats: Any = None
     kv_cache_events: Any = None
     kv_connector_worker_meta: Any = None
@@ -92,6 +96,7 @@ class KVConnectorOutput:
         return not (
             self.finished_sending
             or self.finished_recving
+            or self.failed_recving
             or self.kv_connector_stats
             or self.kv_cache_events
             or self.kv_connector_worker_meta

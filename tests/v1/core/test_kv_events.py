@@ -28,6 +28,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 from vllm.lora.request import LoRARequest
+from vllm.utils.network_utils import get_open_port
 from vllm.v1.core.block_hash import get_block_hash, get_group_id
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
@@ -204,12 +205,16 @@ def test_frames_are_topic_number_and_msgpack(endpoint: str) -> None:
         publisher.shutdown()
 
 
-def test_an_endpoint_without_a_star_is_where_a_subscriber_listens() -> None:
-    """With a `*` the publisher listens; without one it connects, and says so."""
+def test_an_endpoint_without_a_star_is_where_a_subscriber_listens(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With a `*` the publisher listens; without one it connects, and warns."""
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.setsockopt_string(zmq.SUBSCRIBE, "")
     port = socket.bind_to_random_port("tcp://127.0.0.1")
-    publisher = ZmqEventPublisher(0, f"tcp://127.0.0.1:{port}")
+    with caplog.at_level("WARNING", "vllm"):
+        publisher = ZmqEventPublisher(0, f"tcp://127.0.0.1:{port}")
+    assert f"tcp://127.0.0.1:{port} has no *" in caplog.text
     try:
         for number in range(100):  # until the two have found each other
             publisher.publish(stored(number))
@@ -218,6 +223,23 @@ def test_an_endpoint_without_a_star_is_where_a_subscriber_listens() -> None:
         _, sequence, payload = socket.recv_multipart(zmq.NOBLOCK)
         number = int.from_bytes(sequence, "big")
         assert msgspec.msgpack.decode(payload)[1][0]["token_ids"] == [number]
+    finally:
+        socket.close(0)
+        publisher.shutdown()
+
+
+def test_an_endpoint_with_a_star_listens_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    port = get_open_port()
+    with caplog.at_level("WARNING", "vllm"):
+        publisher = ZmqEventPublisher(0, f"tcp://*:{port}")
+    socket = subscribe(f"tcp://127.0.0.1:{port}")
+    try:
+        publisher.publish(stored(7))
+        *_, payload = socket.recv_multipart()
+        assert msgspec.msgpack.decode(payload)[1][0]["token_ids"] == [7]
+        assert not caplog.records
     finally:
         socket.close(0)
         publisher.shutdown()

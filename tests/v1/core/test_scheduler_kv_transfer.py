@@ -284,6 +284,32 @@ def test_failed_loads_end_requests_under_policy_fail(asynchronous: bool) -> None
     check_tokens(engine, [good], set())
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_load_that_failed_as_a_whole_is_over_too(policy: str) -> None:
+    """Its worker names no block: none of them may be relied on."""
+    connector = FakeConnector(random.Random(1), asynchronous=True, delay=2)
+    engine = make_connected([full()], connector, load_failure_policy=policy)
+    worker, report = engine.worker, engine.worker.report
+
+    def failing() -> KVConnectorOutput:
+        news = report()
+        news.failed_recving, news.finished_recving = news.finished_recving, None
+        return news
+
+    worker.report = failing
+    requests = [make_request(str(i), [i + 1] * 20) for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    engine.run(max_steps=200)
+    assert_nothing_leaked(engine.scheduler)
+    assert connector.num_loads == {"0": 1, "1": 1, "2": 1}
+    if policy == "recompute":
+        check_tokens(engine, requests, set())
+    else:
+        assert set(engine.finish_reasons.values()) == {FinishReason.ERROR}
+        assert not any(engine.tokens.values())
+
+
 def test_loads_that_fill_the_pool_do_not_lock_it() -> None:
     # Each prompt takes 5 of 8 usable blocks to load and 6 to run.
     connector = FakeConnector(random.Random(0), asynchronous=True, chunk=4)

@@ -13,6 +13,9 @@ from tests.v1.worker.steps import (
     save_tiny_qwen,
     start,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorTransferResults,
+)
 
 
 def prompts(seed: int, lengths=(1, 5, 16, 17, 33, 40)) -> dict[str, list[int]]:
@@ -220,9 +223,9 @@ class Connector:
     def clear_connector_metadata(self):
         self.bound = None
 
-    def get_finished(self, ids):
-        self.calls.append(("get_finished", set(ids)))
-        return {"sent"}, None
+    def get_transfer_results(self, ids):
+        self.calls.append(("get_transfer_results", set(ids)))
+        return KVConnectorTransferResults({"sent"}, set(), {"lost"})
 
     def get_block_ids_with_load_errors(self):
         return {4}
@@ -258,13 +261,15 @@ def test_a_connector_is_called_around_the_forward_and_around_each_layer(folder):
     names = [call[0] for call in connector.calls]
     layers = list(runner.kv_caches)
     assert names[0] == "start_load_kv"
-    assert names[-2:] == ["wait_for_save", "get_finished"]
-    assert names[1:-2] == ["wait_for_layer_load", "save_kv_layer"] * len(layers)
-    assert [call[1] for call in connector.calls[1:-2:2]] == layers
+    last = ["finish_forward", "wait_for_save", "get_transfer_results"]
+    assert names[-3:] == last
+    assert names[1:-3] == ["wait_for_layer_load", "save_kv_layer"] * len(layers)
+    assert [call[1] for call in connector.calls[1:-3:2]] == layers
     saved = connector.calls[2]
     assert saved[1] == layers[0] and saved[2] is runner.kv_caches[layers[0]]
     assert saved[3].num_actual_tokens == 3
     assert output.kv_connector_output.finished_sending == {"sent"}
+    assert output.kv_connector_output.failed_recving == {"lost"}
     assert output.kv_connector_output.invalid_block_ids == {4}
     assert connector.bound is None
     idle = steps.executor.execute_model(steps.schedule({}, kv_connector_metadata="m"))

@@ -65,6 +65,7 @@ class EngineCore:
             self.kv_cache_config = self._initialize_kv_caches()
             self.structured_output_manager = StructuredOutputManager(vllm_config)
             self.scheduler = self._build_scheduler()
+            self._exchange_handshakes()
         except BaseException:
             self.model_executor.shutdown()
             raise
@@ -110,6 +111,15 @@ class EngineCore:
             block_size=self.vllm_config.cache_config.block_size,
             log_stats=self.log_stats,
         )
+
+    def _exchange_handshakes(self) -> None:
+        """Lets the connector's scheduler side know how its workers can be reached."""
+        connector = getattr(self.scheduler, "connector", None)
+        if connector is None:
+            return
+        told = self.model_executor.get_kv_connector_handshake_metadata()
+        if told:
+            connector.set_xfer_handshake_metadata_pp_aware(told)
 
     def _build_block_hasher(self) -> Callable[[Request], list[Any]] | None:
         """What hashes the full blocks of a request; None when nobody looks them up."""

@@ -97,6 +97,12 @@ class Executor(ABC):
             )
         return next(iter(layouts), None)
 
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any]:
+        """What the workers' connectors tell peers of other engines, by (pipeline rank,
+        tensor rank); empty where they have nothing to tell."""
+        workers = self.collective_rpc("get_kv_connector_handshake_metadata")
+        return {rank: told for found in workers for rank, told in found.items()}
+
     def determine_available_memory(self) -> list[int]:
         """Bytes for the KV cache, of every worker."""
         return self.collective_rpc("determine_available_memory")

@@ -82,9 +82,13 @@ class CPUWorker(WorkerBase):
         return asked
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)
-        if self.vllm_config.kv_transfer_is_on:
-            start = resolve(f"{_KV_TRANSFER_STATE}:ensure_kv_transfer_initialized")
-            start(self.vllm_config, kv_cache_config)
-            get_group = resolve(f"{_KV_TRANSFER_STATE}:get_kv_transfer_group")
-            self.model_runner.set_kv_connector(get_group())
+        if not self.vllm_config.kv_transfer_is_on:
+            super().initialize_from_config(kv_cache_config)
+            return
+        # The connector comes first: it may say from which memory the caches are taken.
+        start = resolve(f"{_KV_TRANSFER_STATE}:ensure_kv_transfer_initialized")
+        start(self.vllm_config, kv_cache_config)
+        connector = resolve(f"{_KV_TRANSFER_STATE}:get_kv_transfer_group")()
+        with connector.get_mem_pool_context():
+            super().initialize_from_config(kv_cache_config)
+        self.model_runner.set_kv_connector(connector)

@@ -260,6 +260,12 @@ class GPUModelRunner:
         layers = self.vllm_config.compilation_config.static_forward_context
         self.connector.register(self.kv_caches, layers)
 
+    def get_kv_connector_handshake_metadata(self) -> Any:
+        """What the connector tells peers; None without one, or when it is silent."""
+        if self.connector is None:
+            return None
+        return self.connector.connector.get_handshake_metadata()
+
     def update_max_model_len(self, max_model_len: int) -> None:
         """The longest sequence, decided after the model was loaded."""
         self.model_config.max_model_len = max_model_len

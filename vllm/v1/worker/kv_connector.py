@@ -70,6 +70,8 @@ class ConnectorSteps:
         try:
             connector.start_load_kv(context)
             yield output
+            if context.attn_metadata is not None:
+                connector.finish_forward()
             connector.wait_for_save()
             self._fill(output, scheduled.finished_req_ids)
         finally:
@@ -77,9 +79,10 @@ class ConnectorSteps:
 
     def _fill(self, output: KVConnectorOutput, finished_req_ids: set[str]) -> None:
         connector = self.connector
-        output.finished_sending, output.finished_recving = connector.get_finished(
-            finished_req_ids
-        )
+        transfers = connector.get_transfer_results(finished_req_ids)
+        output.finished_sending = transfers.finished_sending or None
+        output.finished_recving = transfers.finished_recving or None
+        output.failed_recving = transfers.failed_recving or None
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_cache_events = connector.get_kv_connector_kv_cache_events()

@@ -62,6 +62,13 @@ class WorkerBase(ABC):
         """The axis order of this worker's pages; it has its plan."""
         return self.model_runner.kv_cache_config.kv_cache_layout
 
+    def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any]:
+        """What this worker's connector tells peers, by (pipeline rank, tensor rank);
+        empty where it has nothing to tell, and without a connector."""
+        told = self.model_runner.get_kv_connector_handshake_metadata()
+        num_ranks = self.parallel_config.tensor_parallel_size
+        return {} if told is None else {divmod(self.rank, num_ranks): told}
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         self.model_runner.initialize_kv_cache(kv_cache_config)
 

@@ -14,6 +14,7 @@ class KVOutputAggregator:
         self._expected = expected_finished_count
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
+        self._failed: set[str] = set()
 
     @classmethod
     def from_connector(cls, connector: Any, world_size: int) -> "KVOutputAggregator":
@@ -52,9 +53,15 @@ class KVOutputAggregator:
         combined.finished_sending = self._count(
             self._sent, [one.finished_sending for one in news]
         )
-        combined.finished_recving = self._count(
-            self._received, [one.finished_recving for one in news]
+        # A load is over once every worker's is; it failed when any of them did.
+        self._failed.update(*(one.failed_recving or () for one in news))
+        over = self._count(
+            self._received,
+            [(n.finished_recving or set()) | (n.failed_recving or set()) for n in news],
         )
+        combined.failed_recving = (over or set()) & self._failed or None
+        combined.finished_recving = (over or set()) - self._failed or None
+        self._failed -= over or set()
         return combined
 
     def _count(

@@ -43,6 +43,7 @@ class LoadFailures:
         """
         loads = self.admission.transfer.take_loads_of_oldest_step()
         invalid = news.invalid_block_ids if news is not None else set()
+        self._end_failed_loads(news)
         failed = {req_id for req_id, ids in loads.items() if ids & invalid}
         for req_id in loads.keys() - failed:
             self._cache_loaded(self.book.requests.get(req_id))
@@ -67,6 +68,14 @@ class LoadFailures:
             "computed again" if self.recompute else "ended",
         )
         return failed | spoiled.keys()
+
+    def _end_failed_loads(self, news: KVConnectorOutput | None) -> None:
+        """Requests that wait for a load which failed as a whole."""
+        for req_id in (news and news.failed_recving) or ():
+            request = self.book.requests.get(req_id)
+            if request is not None and not request.is_finished():
+                logger.warning("a connector failed to load request %s", req_id)
+                self._restart_or_end(request)
 
     def _cache_loaded(self, request: Request | None) -> None:
         if request is None or request.status != RequestStatus.RUNNING:

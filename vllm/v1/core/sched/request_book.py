@@ -128,7 +128,8 @@ class RequestBook:
         """Takes in which loads and saves are over."""
         if self.transfer.connector is not None:
             self.transfer.connector.update_connector_output(news)
-        for req_id in news.finished_recving or ():
+        loaded = news.finished_recving or set()
+        for req_id in loaded | (news.failed_recving or set()):
             request = self.requests.get(req_id)
             if request is None:
                 continue

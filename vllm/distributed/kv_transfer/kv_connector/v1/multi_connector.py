@@ -5,6 +5,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -18,10 +19,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
     supports_hma,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_parts import (
+    MultiConnectorHandshake,
     MultiConnectorMetadata,
     MultiConnectorNews,
     MultiConnectorPromMetrics,
@@ -150,12 +153,17 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         news = connector_output.kv_connector_worker_meta
-        each = [None] * len(self._children)
+        each: list[Any] = [None] * len(self._children)
         if isinstance(news, MultiConnectorNews):
-            each = news.children  # type: ignore[assignment]
-        for child, own in zip(self._children, each, strict=True):
+            each = news.children
+        events = connector_output.kv_cache_events or [None] * len(self._children)
+        for child, own, seen in zip(self._children, each, events, strict=True):
             child.update_connector_output(
-                replace(connector_output, kv_connector_worker_meta=own)
+                replace(
+                    connector_output,
+                    kv_connector_worker_meta=own,
+                    kv_cache_events=seen,
+                )
             )
 
     def request_finished(
@@ -188,6 +196,36 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return any(child.has_pending_push_work() for child in self._children)
+
+    def register_finished_partial_tail(self, *args: Any, **kwargs: Any) -> None:
+        for child in self._children:
+            child.register_finished_partial_tail(*args, **kwargs)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], Any]
+    ) -> None:
+        for index, child in enumerate(self._children):
+            own = {rank: told.children[index] for rank, told in metadata.items()}
+            told = {rank: one for rank, one in own.items() if one is not None}
+            if told:
+                child.set_xfer_handshake_metadata_pp_aware(told)
+
+    def _chosen_child(self, request: Any) -> KVConnectorBase_V1 | None:
+        """The child that loads a request."""
+        index = self._chosen.get(request.request_id)
+        return None if index is None else self._children[index]
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> set[int] | None:
+        child = self._chosen_child(request)
+        return child and child.get_loaded_kv_cache_group_ids(request)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[str, int] | None:
+        child = self._chosen_child(request)
+        return child and child.get_external_cache_hit_sources(
+            request, num_external_tokens
+        )
 
     def get_finished_count(self) -> int | None:
         counts = {child.get_finished_count() for child in self._children} - {None}
@@ -260,20 +298,45 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         for child in self._children:
             child.finish_forward()
 
-    def get_finished(
-        self, finished_req_ids: set[str]
-    ) -> tuple[set[str] | None, set[str] | None]:
-        sent: set[str] = set()
-        received: set[str] = set()
+    def reset_capture_state(self) -> None:
         for child in self._children:
-            child_sent, child_received = child.get_finished(finished_req_ids)
-            received |= child_received or set()
-            for req_id in child_sent or ():
+            child.reset_capture_state()
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any]:
+        contexts = ExitStack()
+        for child in self._children:
+            contexts.enter_context(child.get_mem_pool_context())
+        return contexts
+
+    def get_transfer_results(
+        self, finished_req_ids: set[str]
+    ) -> KVConnectorTransferResults:
+        results = KVConnectorTransferResults()
+        for child in self._children:
+            own = child.get_transfer_results(finished_req_ids)
+            results.finished_recving |= own.finished_recving
+            results.failed_recving |= own.failed_recving
+            for req_id in own.finished_sending:
                 self._sends_left[req_id] -= 1
                 if self._sends_left[req_id] <= 0:
                     del self._sends_left[req_id]
-                    sent.add(req_id)
-        return sent or None, received or None
+                    results.finished_sending.add(req_id)
+        return results
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        over = results.finished_recving | results.failed_recving
+        return results.finished_sending or None, over or None
+
+    def get_handshake_metadata(self) -> MultiConnectorHandshake | None:
+        told = [child.get_handshake_metadata() for child in self._children]
+        return MultiConnectorHandshake(told) if any(told) else None
+
+    def get_kv_connector_kv_cache_events(self) -> list[Any] | None:
+        events = [c.get_kv_connector_kv_cache_events() for c in self._children]
+        return events if any(events) else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set[int]().union(

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
@@ -58,6 +59,13 @@ class MultiConnectorNews(KVConnectorWorkerMetadata):
                 for mine, theirs in zip(self.children, other.children, strict=True)
             ]
         )
+
+
+@dataclass
+class MultiConnectorHandshake(KVConnectorHandshakeMetadata):
+    """What each child of a worker tells its peers, None where it is silent."""
+
+    children: list[KVConnectorHandshakeMetadata | None]
 
 
 @dataclass

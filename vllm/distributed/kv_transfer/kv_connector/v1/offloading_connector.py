@@ -95,7 +95,6 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: OffloadingScheduler | None = None
         self.worker: OffloadingWorker | None = None
         if role is KVConnectorRole.WORKER:
-            _check_memory(num_slots * slot_bytes)
             self.worker = OffloadingWorker(num_slots, slot_bytes, store)
             return
         limit = transfer.get_from_extra_config("disk_bytes_to_use", None)
@@ -172,6 +171,8 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         worker = self._worker
+        # Beside the KV cache, which has its memory by now.
+        _check_memory(worker.num_slots * worker.slot_bytes)
         if worker.store is not None:
             worker.store.open(layout_fingerprint(self._plan))
         worker.register(self._plan, kv_caches)
