@@ -44,10 +44,7 @@ def check_stop(request: Request, max_model_len: int) -> bool:
             request.status = RequestStatus.FINISHED_STOPPED
             request.stop_reason = last
             return True
-    if (
-        request.num_tokens >= max_model_len
-        or num_output_tokens >= request.max_tokens
-    ):
+    if request.num_tokens >= max_model_len or num_output_tokens >= request.max_tokens:
         request.status = RequestStatus.FINISHED_LENGTH_CAPPED
         return True
     repetition = params.repetition_detection
