@@ -6,10 +6,15 @@
 
 #include <stdint.h>
 
+#include "../common/cache.h"
+
 namespace vllm_cpu {
 
-// Types of activations (query, key, value, output).
-enum DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+using vllm_common::Pages;
+using vllm_common::Rows;
+using vllm_common::kBFloat16;
+using vllm_common::kFloat16;
+using vllm_common::kFloat32;
 
 // What one cell of the cache holds. The first three equal their DType.
 enum CellFormat : int32_t {
@@ -49,27 +54,6 @@ enum Status : int32_t {
   kBadSeqLen = 4,          // negative, or longer than the block table covers
   kBadBlockId = 5,         // outside the cache
   kBadExpert = 6,          // outside the layer
-};
-
-// One layer's cache as bytes, [blocks, heads, states, cell]. Strides in bytes; a cell
-// is contiguous.
-struct Pages {
-  uint8_t* data;
-  int64_t block_stride;
-  int64_t head_stride;
-  int64_t state_stride;
-  int64_t num_blocks;
-  int32_t num_heads;
-  int32_t block_size;
-};
-
-// Rows of [tokens, heads, size]. Strides in elements; the last axis is contiguous.
-struct Rows {
-  void* data;
-  int64_t token_stride;
-  int64_t head_stride;
-  int32_t dtype;
-  int32_t size;
 };
 
 struct AttentionArgs {

@@ -4,9 +4,14 @@
 
 #include <string.h>
 
+#include "../common/small_floats.h"
 #include "simd.h"
 
 namespace vllm_cpu::VLLM_ISA {
+
+using vllm_common::e2m1_code;
+using vllm_common::e4m3_code;
+using vllm_common::e5m2_code;
 
 typedef uint32_t Codes __attribute__((vector_size(kLanes * 4)));
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
@@ -75,41 +80,6 @@ VLLM_INLINE F e5m2(Codes code) {
 }
 
 VLLM_INLINE F e2m1(Codes code) { return floats_of(small_float<4, 1, 1>(code)); }
-
-// Bits of a float as a small float's code, nearest even; magnitudes up to `limit`, the
-// largest finite one, stay in range, and larger ones and infinities become it. NaN gets
-// the code of all ones.
-template <int kBits, int kMantissaBits, int kBias>
-VLLM_INLINE uint32_t small_code(float x, float limit) {
-  constexpr int kDropped = 23 - kMantissaBits;
-  constexpr uint32_t kSign = 1u << (kBits - 1);
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  const uint32_t sign = bits >> (32 - kBits) & kSign;
-  float size = __builtin_fabsf(x);
-  const bool is_nan = size != size;
-  size = size < limit ? size : limit;
-  memcpy(&bits, &size, sizeof bits);
-  const uint32_t normal = (bits + ((1u << (kDropped - 1)) - 1) + (bits >> kDropped & 1)) -
-                          (static_cast<uint32_t>(127 - kBias) << 23);
-  // Below the smallest normal number one unit is `step`: a sum with 2^23 of them rounds
-  // to whole units in its last bits.
-  union {
-    uint32_t bits;
-    float value;
-  } const magic = {static_cast<uint32_t>(127 - kBias + 1 + kDropped) << 23};
-  const float shifted = size + magic.value;
-  uint32_t small;
-  memcpy(&small, &shifted, sizeof small);
-  small -= magic.bits;
-  const bool is_small = bits < static_cast<uint32_t>(127 - kBias + 1) << 23;
-  const uint32_t code = is_small ? small : normal >> kDropped;
-  return sign | (is_nan ? kSign - 1 : code);
-}
-
-VLLM_INLINE uint32_t e4m3_code(float x) { return small_code<8, 3, 7>(x, 448.f); }
-VLLM_INLINE uint32_t e5m2_code(float x) { return small_code<8, 2, 15>(x, 57344.f); }
-VLLM_INLINE uint32_t e2m1_code(float x) { return small_code<4, 1, 1>(x, 6.f); }
 
 VLLM_INLINE F int8(Codes code) {
   typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
