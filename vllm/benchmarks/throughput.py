@@ -1,52 +1,259 @@
-"""`vllm bench throughput`: tokens per second of an offline batch."""
+"""`vllm bench throughput`: tokens per second of offline batches.
+
+Each format gets a fresh process, so that start-up and peak memory are its own. Beside
+every speed stands how far its output is from the eager engine's: see `equality`.
+"""
 
 import argparse
 import json
+import multiprocessing
+import resource
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from vllm.benchmarks.workload import Workload, add_workload_arguments, summary
+from tqdm.auto import tqdm
+
+from vllm.benchmarks.equality import Recorded, compare, record
+from vllm.benchmarks.workload import NAMED, Workload, add_workload_arguments, summary
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+_COLUMNS = (
+    ("workload", "9"),
+    ("kv_cache_dtype", "20"),
+    ("output_tokens_per_s", "10.1f"),
+    ("prompt_tokens_per_s", "10.1f"),
+    ("mean_requests_in_flight", "9.1f"),
+    ("startup_s", "8.2f"),
+    ("peak_memory_mib", "8.0f"),
+    ("tokens_equal", "8.2%"),
+    ("mean_kl", "9.1e"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What one process measures."""
+
+    engine_args: EngineArgs
+    workloads: dict[str, Workload]
+    runs: int
+    compared_requests: int
+    submitted: float  # time.time() when the process was asked for
+
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     add_workload_arguments(parser, num_prompts=32, input_len=128, output_len=128)
-    parser.add_argument("--runs", type=int, default=3, help="counted runs")
+    add = parser.add_argument
+    named = "; ".join(f"{name}: {load}" for name, load in NAMED.items())
+    add(
+        "--workload",
+        nargs="+",
+        choices=list(NAMED),
+        default=None,
+        help=f"named workloads instead of the lengths above ({named})",
+    )
+    add("--formats", nargs="+", default=None, help="default: --kv-cache-dtype")
+    add("--runs", type=int, default=3, help="counted runs")
+    add(
+        "--compare",
+        type=int,
+        default=2,
+        help="requests whose output is compared with the eager engine's; 0: none",
+    )
     EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    load = Workload(
+    rows = []
+    formats = args.formats or [args.kv_cache_dtype]
+    for name in tqdm(formats, desc="formats", disable=len(formats) == 1):
+        engine_args = replace(EngineArgs.from_cli_args(args), kv_cache_dtype=name)
+        for workloads in _by_pool(_workloads(args)):
+            rows += in_fresh_process(
+                Job(
+                    engine_args=engine_args,
+                    workloads=workloads,
+                    runs=args.runs,
+                    compared_requests=args.compare,
+                    submitted=time.time(),
+                )
+            )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_table(rows)
+    return 0
+
+
+def _workloads(args: argparse.Namespace) -> dict[str, Workload]:
+    if args.workload:
+        return {name: NAMED[name] for name in args.workload}
+    given = Workload(
         num_prompts=args.num_prompts,
         input_len=args.input_len,
         output_len=args.output_len,
         prefix_len=args.prefix_len,
     )
-    llm = LLM(**vars(EngineArgs.from_cli_args(args)))
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=load.output_len)
+    return {"given": given}
+
+
+def _by_pool(workloads: dict[str, Workload]) -> list[dict[str, Workload]]:
+    """Workloads that can share an engine: those of one pool size."""
+    groups: dict[int | None, dict[str, Workload]] = {}
+    for name, load in workloads.items():
+        groups.setdefault(load.pool_bytes, {})[name] = load
+    return list(groups.values())
+
+
+def in_fresh_process(job: Job) -> list[dict[str, Any]]:
+    """`measure` in a process that has run nothing before."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(measure, job).result()
+
+
+def measure(job: Job) -> list[dict[str, Any]]:
+    """Figures of each workload on one engine; then on an eager one, which compares."""
+    args = job.engine_args
+    pool_bytes = next(iter(job.workloads.values())).pool_bytes
+    if pool_bytes is not None:
+        args = replace(args, kv_cache_memory_bytes=pool_bytes)
+    llm = _engine(args)
+    startup = time.time() - job.submitted
+    rows, recorded = [], []
+    for name, load in job.workloads.items():
+        rows.append({"workload": name, **_measure_one(llm, load, job.runs)})
+        if job.compared_requests:
+            params = _params(load)
+            prompts = load.prompts(llm.model_config.get_vocab_size())
+            recorded.append(record(llm, prompts, params, job.compared_requests))
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    pool_mib = _pool_bytes(llm) / (1 << 20)
+    for row in rows:
+        row |= {
+            "kv_cache_dtype": args.kv_cache_dtype,
+            "dtype": str(llm.model_config.dtype).removeprefix("torch."),
+            "startup_s": startup,
+            "peak_memory_mib": peak_mib,
+            "pool_mib": pool_mib,
+        }
+    llm.shutdown()
+    del llm
+    _compare(replace(args, enforce_eager=True), rows, recorded)
+    return rows
+
+
+def _engine(args: EngineArgs) -> LLM:
+    values = asdict(args) | {"disable_log_stats": True}
+    return LLM(**values)
+
+
+def _params(load: Workload) -> SamplingParams:
+    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=load.output_len)
+
+
+def _measure_one(llm: LLM, load: Workload, runs: int) -> dict[str, Any]:
+    """Speeds are medians over the counted runs; each begins with an empty prefix
+    cache."""
     prompts = load.prompts(llm.model_config.get_vocab_size())
-    seconds = []
-    for i in range(args.runs + 1):
+    seconds, mean_in_flight, most_in_flight = [], [], 0
+    for i in tqdm(range(runs + 1), desc=str(load), leave=False):
         llm.reset_prefix_cache()
-        start = time.perf_counter()
-        llm.generate(prompts, params)
-        if i:  # the first run warms up
-            seconds.append(time.perf_counter() - start)
+        with steps_of(llm) as steps:
+            start = time.perf_counter()
+            llm.generate(prompts, _params(load), use_tqdm=False)
+            taken = time.perf_counter() - start
+        if i or not runs:  # the first run warms up
+            seconds.append(taken)
+            mean_in_flight.append(sum(s.requests * s.seconds for s in steps) / taken)
+            most_in_flight = max(most_in_flight, *(s.requests for s in steps))
     median = summary(seconds)["median"]
-    figures = {
+    num_prompt_tokens = load.num_prompts * load.input_len
+    num_output_tokens = load.num_prompts * load.output_len
+    return {
         "seconds": seconds,
         "requests_per_s": load.num_prompts / median,
-        "output_tokens_per_s": load.num_prompts * load.output_len / median,
-        "total_tokens_per_s": load.num_prompts
-        * (load.input_len + load.output_len)
-        / median,
-        "kv_cache_dtype": args.kv_cache_dtype,
+        "output_tokens_per_s": num_output_tokens / median,
+        "prompt_tokens_per_s": num_prompt_tokens / median,
+        "total_tokens_per_s": (num_prompt_tokens + num_output_tokens) / median,
+        "mean_requests_in_flight": summary(mean_in_flight)["median"],
+        "max_requests_in_flight": most_in_flight,
     }
-    if args.json:
-        print(json.dumps(figures, indent=2))
-    else:
-        for name, value in figures.items():
-            print(f"{name:22} {value}")
-    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of the worker."""
+
+    requests: int
+    seconds: float
+
+
+@contextmanager
+def steps_of(llm: LLM) -> Iterator[list[Step]]:
+    """Every step that the worker computes inside. Only for an engine whose core runs
+    in this process."""
+    steps: list[Step] = []
+
+    def tap(worker: Any) -> Any:
+        runner = worker.model_runner
+        inner = runner.execute_model
+
+        def execute_model(scheduled: Any) -> Any:
+            start = time.perf_counter()
+            output = inner(scheduled)
+            steps.append(
+                Step(
+                    requests=len(scheduled.num_scheduled_tokens),
+                    seconds=time.perf_counter() - start,
+                )
+            )
+            return output
+
+        runner.execute_model = execute_model
+        return runner
+
+    (runner,) = llm.collective_rpc(tap)
+    try:
+        yield steps
+    finally:
+        del runner.execute_model  # the class's own method shows again
+
+
+def _pool_bytes(llm: LLM) -> int:
+    (config,) = llm.collective_rpc(lambda worker: worker.model_runner.kv_cache_config)
+    return sum(tensor.size for tensor in config.kv_cache_tensors)
+
+
+def _compare(
+    args: EngineArgs,
+    rows: Sequence[dict[str, Any]],
+    recorded: Sequence[Sequence[Recorded]],
+) -> None:
+    """Adds to each row how its output differs from an eager engine's."""
+    if not recorded:
+        return
+    llm = _engine(args)
+    for row, requests in zip(rows, recorded, strict=True):
+        row |= asdict(compare(llm, requests))
+    llm.shutdown()
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    widths = [
+        max(len(name), int(form.split(".")[0])) if "." in form else int(form)
+        for name, form in _COLUMNS
+    ]
+    print("  ".join(f"{n:>{w}}" for (n, _), w in zip(_COLUMNS, widths, strict=True)))
+    for row in rows:
+        cells = [
+            format(row[name], form) if name in row else "-" for name, form in _COLUMNS
+        ]
+        print("  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)))

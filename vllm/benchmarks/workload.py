@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from vllm.inputs import TokensPrompt
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.mem_constants import MiB_bytes
 
 # Ordinary tokens only: the first ids of most vocabularies are control tokens.
 _FIRST_ID = 1000
@@ -20,7 +21,16 @@ class Workload:
     input_len: int
     output_len: int
     prefix_len: int = 0
+    # Memory of the KV cache that the workload is about; None: what was asked for.
+    pool_bytes: int | None = None
     seed: int = 0
+
+    def __str__(self) -> str:
+        shared = f", {self.prefix_len} of them shared" if self.prefix_len else ""
+        return (
+            f"{self.num_prompts} x {self.input_len} tokens in{shared}, "
+            f"{self.output_len} out"
+        )
 
     def prompts(self, vocab_size: int) -> list[TokensPrompt]:
         """Random token ids, equal for equal seeds."""
@@ -32,6 +42,21 @@ class Workload:
             TokensPrompt(prompt_token_ids=shared + rng.choices(ids, k=own))
             for _ in range(self.num_prompts)
         ]
+
+
+# One letter each: a single stream, a batch, long contexts, prompts only, one prefix.
+# `d2` is `d` for models of short contexts; `pool` asks what fits into little memory.
+NAMED = {
+    "a": Workload(num_prompts=1, input_len=32, output_len=256),
+    "b": Workload(num_prompts=32, input_len=128, output_len=128),
+    "c": Workload(num_prompts=8, input_len=2048, output_len=128),
+    "d": Workload(num_prompts=4, input_len=4096, output_len=1),
+    "d2": Workload(num_prompts=2, input_len=2048, output_len=1),
+    "e": Workload(num_prompts=32, input_len=1056, output_len=32, prefix_len=1024),
+    "pool": Workload(
+        num_prompts=64, input_len=896, output_len=128, pool_bytes=128 * MiB_bytes
+    ),
+}
 
 
 def add_workload_arguments(
