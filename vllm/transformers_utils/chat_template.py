@@ -5,9 +5,10 @@ Knows templates and message shapes; refuses to know HTTP and sampling.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # A value with one of these is a template itself, not the path of one.
 _JINJA_MARKS = ("{{", "{%", "{#", "\n")
@@ -33,7 +34,7 @@ def load_chat_template(value: str | Path | None) -> str | None:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Mapping[str, Any]],
     *,
     chat_template: str | None = None,

@@ -8,9 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers.configuration_utils import PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
-
 from vllm.transformers_utils import gguf_config
 from vllm.transformers_utils.architectures import (
     FALLBACK,
@@ -19,7 +16,12 @@ from vllm.transformers_utils.architectures import (
     supported_architectures,
 )
 from vllm.transformers_utils.gguf import open_gguf
+from vllm.transformers_utils.plain_config import PlainConfig
 from vllm.transformers_utils.source import ModelSource, recommended_sampling
+from vllm.utils.import_utils import resolve
+
+# Imports transformers, which takes longer than anything else in a start.
+_BUILD_CONFIG = "vllm.transformers_utils.hf_config:build_config"
 
 # Bookkeeping of the library that wrote generation_config.json.
 _GENERATION_NOISE = ("_from_model_config", "transformers_version")
@@ -30,11 +32,14 @@ def get_config(
     trust_remote_code: bool = False,
     hf_overrides: dict[str, Any] | None = None,
     model_impl: str = "auto",
-) -> PretrainedConfig:
+) -> Any:
     """The model's config, the architecture that is served first in `architectures`.
 
     `model_impl` says whose code computes the model, see `pick_architecture`; GGUF files
     are served by this package's code only.
+
+    The object is one of transformers' config classes, or a PlainConfig where the source
+    states everything.
 
     `hf_overrides` is merged into the file's keys (nested dicts key by key) before the
     config object is built. Raises ValueError, in one line, for a missing or damaged
@@ -53,7 +58,10 @@ def get_config(
     rest = [name for name in raw["architectures"] if name != chosen]
     raw["architectures"] = [chosen, *rest]
     _refuse_quantized(raw, where)
-    config = _build(raw, where, source, trust_remote_code, hf_overrides)
+    if source.kind == "gguf" and not hf_overrides:
+        return PlainConfig(raw)
+    build = resolve(_BUILD_CONFIG)
+    config = build(raw, where, source, trust_remote_code, hf_overrides)
     if chosen == FALLBACK:
         _refuse_unfit_for_fallback(config, rest, where)
     return config
@@ -152,9 +160,7 @@ def _refuse_quantized(raw: dict[str, Any], where: str) -> None:
     )
 
 
-def _refuse_unfit_for_fallback(
-    config: PretrainedConfig, names: list[str], where: str
-) -> None:
+def _refuse_unfit_for_fallback(config: Any, names: list[str], where: str) -> None:
     """ValueError for what transformers' own code would compute without keys and values
     that pages could hold; what the config does not tell is found on loading."""
     text = config.get_text_config()
@@ -175,33 +181,3 @@ def _refuse_unfit_for_fallback(
             f"transformers' own code: {why}; use a model whose layers attend causally "
             f"to keys and values, or one of {', '.join(supported_architectures())}"
         )
-
-
-def _build(
-    raw: dict[str, Any],
-    where: str,
-    source: ModelSource,
-    trust_remote_code: bool,
-    hf_overrides: dict[str, Any] | None,
-) -> PretrainedConfig:
-    model_type = raw.get("model_type")
-    if model_type not in CONFIG_MAPPING:
-        if trust_remote_code and raw.get("auto_map"):
-            config = AutoConfig.from_pretrained(source.path, trust_remote_code=True)
-            config.update(hf_overrides or {})
-            config.architectures = raw["architectures"]
-            return config
-        hint = (
-            "pass --trust-remote-code to run the config class that it brings along"
-            if raw.get("auto_map")
-            else "set the `model_type` that transformers uses for this architecture"
-        )
-        raise ValueError(f"{where}: unknown model_type {model_type!r}; {hint}")
-    try:
-        return CONFIG_MAPPING[model_type].from_dict(raw)
-    except Exception as error:  # the strict config classes raise several kinds
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{where} is refused by the {model_type!r} config class ({reason}): "
-            "correct the file or pass --hf-overrides"
-        ) from error

@@ -19,6 +19,9 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+# The gguf package decodes 16 rows a call: of so many elements they fit into a cache.
+_LONG_ROW = 1 << 14
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -64,6 +67,7 @@ class GGUFFile:
                 f"{self.path} is no GGUF file: it is shorter than a header"
             )
         self._data = np.memmap(self.path, mode="r")
+        self._array = self._data.view(np.ndarray)  # its views are plain arrays
         self._bytes = memoryview(self._data)
         self._at = 0
         self.metadata: dict[str, Any] = {}
@@ -88,7 +92,7 @@ class GGUFFile:
 
     def raw_rows(self, tensor: GGUFTensor) -> npt.NDArray[np.uint8]:
         """The stored bytes as [rows, bytes of a row], mapped, read-only."""
-        data = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        data = self._array[tensor.offset : tensor.offset + tensor.num_bytes]
         return data.reshape(math.prod(tensor.shape[:-1]), -1)
 
     def dequantize(
@@ -101,7 +105,11 @@ class GGUFFile:
         plain = _PLAIN_TYPES.get(tensor.type)
         if plain is not None:
             return data.view(plain).astype(np.float32, copy=False)
-        return dequantize(data, tensor.type)
+        columns = tensor.shape[-1]
+        together = math.gcd(len(data), max(1, _LONG_ROW // columns))
+        # Blocks know nothing of rows: longer ones mean fewer calls.
+        values = dequantize(data.reshape(len(data) // together, -1), tensor.type)
+        return values.reshape(len(data), columns)
 
     def _read_header(self) -> None:
         if bytes(self._bytes[:4]) != MAGIC:

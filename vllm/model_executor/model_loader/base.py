@@ -117,9 +117,9 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             if param is None or not param.is_meta:
                 continue
             if id(param) not in made:
-                fresh = nn.Parameter(
-                    torch.empty_like(param, device=device), requires_grad=False
-                )
+                # Not empty_like: on the meta device it imports sympy, half a second.
+                values = torch.empty(param.shape, dtype=param.dtype, device=device)
+                fresh = nn.Parameter(values, requires_grad=False)
                 fresh.__dict__.update(param.__dict__)
                 made[id(param)] = (param, fresh)
             module._parameters[name] = made[id(param)][1]
