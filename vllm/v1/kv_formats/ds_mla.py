@@ -39,7 +39,8 @@ V4_NOPE = 448
 V4_BLOCK = 64
 INDEXER = 128
 _MIN_AMAX = 1e-4
-_MIN_NVFP4_SCALE = 2.0**-9  # the smallest e4m3 above 0
+MIN_NVFP4_SCALE = 2.0**-9  # the smallest e4m3 above 0
+MIN_STEP = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Fp8DsMla(LatentRecord):
     ) -> dict[str, torch.Tensor]:
         tiles = finite(key[..., :LATENT]).unflatten(-1, (-1, TILE))
         step = tiles.abs().amax(-1) / E4M3_MAX
-        step.clamp_(min=torch.finfo(torch.float32).tiny)
+        step.clamp_(min=MIN_STEP)
         return {
             "nope": _tile_codes(tiles, step),
             "nope_scale": step,
@@ -133,7 +134,7 @@ class NvFp4DsMla(LatentRecord):
     mode: KVQuantMode = KVQuantMode.NVFP4_DS_MLA
     opaque: ClassVar[bool] = False  # the mode is its own
     fits = f"an MLA latent of {LATENT} + {ROPE} elements, head_size_v 0"
-    _scale_columns: ClassVar[int] = 4
+    scale_columns: ClassVar[int] = 4
 
     def rows(self, model_dtype: torch.dtype) -> tuple[Field, ...]:
         scales = LATENT // GROUP
@@ -152,7 +153,7 @@ class NvFp4DsMla(LatentRecord):
         groups = finite(key[..., :LATENT]).unflatten(-1, (-1, GROUP))
         amax = groups.abs().amax(-1)
         step = saturate(
-            (amax / E2M1_MAX).clamp_(min=_MIN_NVFP4_SCALE), torch.float8_e4m3fn
+            (amax / E2M1_MAX).clamp_(min=MIN_NVFP4_SCALE), torch.float8_e4m3fn
         )
         codes = e2m1_encode(groups * (1.0 / step.float()).unsqueeze(-1))
         return {
@@ -163,11 +164,11 @@ class NvFp4DsMla(LatentRecord):
 
     def permute_scales(self, blocks: torch.Tensor) -> torch.Tensor:
         """Scales [..., 32] in block order to stored order."""
-        return _transposed(blocks, self._scale_columns)
+        return _transposed(blocks, self.scale_columns)
 
     def unpermute_scales(self, stored: torch.Tensor) -> torch.Tensor:
         """Scales [..., 32] in stored order to block order."""
-        return _transposed(stored, stored.shape[-1] // self._scale_columns)
+        return _transposed(stored, stored.shape[-1] // self.scale_columns)
 
     def decode(
         self,

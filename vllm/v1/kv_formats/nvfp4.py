@@ -36,7 +36,7 @@ LINEAR = "linear"
 # Denominators of the group scale: the largest code, and the one below it.
 _SIX, _FOUR = E2M1_MAX, 4.0
 # Squared errors of a group stay finite below this.
-_INPUT_LIMIT = 2.0**58
+INPUT_LIMIT = 2.0**58
 
 # e2m1 codes [..., G, 16] and e4m3 scales [..., G]
 Block = tuple[torch.Tensor, torch.Tensor]
@@ -129,7 +129,7 @@ class NvFp4(KVFormat):
 
     def quantize(self, x: torch.Tensor, global_scale: float) -> Block:
         """Packed codes [T, heads, size / 2] and scales [T, heads, size / 16]."""
-        groups = finite(x, _INPUT_LIMIT).unflatten(-1, (-1, GROUP))
+        groups = finite(x, INPUT_LIMIT).unflatten(-1, (-1, GROUP))
         block = quantize_group(groups, _SIX, global_scale)
         if self.four_over_six:
             other = quantize_group(groups, _FOUR, global_scale)

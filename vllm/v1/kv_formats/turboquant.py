@@ -20,12 +20,12 @@ from vllm.v1.kv_formats.mode import KVQuantMode
 from vllm.v1.kv_formats.packing import look_up, pack_bits, unpack_bits
 
 FP8_KEY_BITS = 8
-_NORM_EPSILON = 1e-8
+NORM_EPSILON = 1e-8
 _CODEBOOK_EPSILON = 1e-16
-_MIN_STEP = 1e-8
+MIN_STEP = 1e-8
 # The squares of a head's coordinates stay finite below this.
-_KEY_LIMIT = 2.0**58
-_FLOAT16_MAX = torch.finfo(torch.float16).max
+KEY_LIMIT = 2.0**58
+FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class TurboQuant(KVFormat):
 
     def encode_key(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fields k_codes and k_norm of keys [T, heads, head_size]."""
-        key = finite(key, _KEY_LIMIT)
+        key = finite(key, KEY_LIMIT)
         if self.key_fp8:
             return {"k_codes": saturate(key, torch.float8_e4m3fn)}
         size = key.shape[-1]
         norm = tree_sum(key.square()).sqrt_()
-        rotated = rotate(key / (norm + _NORM_EPSILON))
+        rotated = rotate(key / (norm + NORM_EPSILON))
         bounds = get_midpoints(size, self.key_bits).to(key.device)
         return {
             "k_codes": pack_bits(cell_index(rotated, bounds), self.key_bits),
@@ -96,11 +96,11 @@ class TurboQuant(KVFormat):
 
     def encode_value(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fields v_codes, v_scale and v_zero of values [T, heads, head_size_v]."""
-        value = finite(value, _FLOAT16_MAX)
+        value = finite(value, FLOAT16_MAX)
         top = 2**self.value_bits - 1
         low = value.amin(-1, keepdim=True)
         step = (value.amax(-1, keepdim=True) - low) / top
-        step.clamp_(min=_MIN_STEP)
+        step.clamp_(min=MIN_STEP)
         codes = ((value - low) / step).add_(0.5).floor_().clamp_(0, top)
         return {
             "v_codes": pack_bits(codes.to(torch.uint8), self.value_bits),
