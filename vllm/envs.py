@@ -55,6 +55,9 @@ environment_variables: dict[str, Callable[[], Any]] = {
     # KV cache
     "VLLM_KV_CACHE_LAYOUT": _text("VLLM_KV_CACHE_LAYOUT"),
     "VLLM_CPU_KVCACHE_SPACE": _number("VLLM_CPU_KVCACHE_SPACE", 0.0),  # GiB, 0: choose
+    # cpu | cuda | rocm: what to build for and to run on; unset: build for the CPU, run
+    # on the GPU that torch sees
+    "VLLM_TARGET_DEVICE": _text("VLLM_TARGET_DEVICE"),
     # CPU kernels and threads
     "VLLM_CPU_ISA": _text("VLLM_CPU_ISA"),  # avx2 | avx512, for tests
     "VLLM_CPU_OMP_THREADS_BIND": _text("VLLM_CPU_OMP_THREADS_BIND"),
@@ -63,6 +66,11 @@ environment_variables: dict[str, Callable[[], Any]] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": _flag("VLLM_ENABLE_V1_MULTIPROCESSING", False),
     "VLLM_ENGINE_READY_TIMEOUT_S": _number("VLLM_ENGINE_READY_TIMEOUT_S", 600),
     "VLLM_HOST_IP": _text("VLLM_HOST_IP", "127.0.0.1"),
+    # NixlConnector: where other engines reach this one, and how many seconds the KV
+    # pages of a finished prompt wait for one of them
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": _text("VLLM_NIXL_SIDE_CHANNEL_HOST", "localhost"),
+    "VLLM_NIXL_SIDE_CHANNEL_PORT": _number("VLLM_NIXL_SIDE_CHANNEL_PORT", 5600),
+    "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": _number("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", 480),
     # server
     "VLLM_API_KEY": _text("VLLM_API_KEY"),
     "VLLM_SERVER_DEV_MODE": _flag("VLLM_SERVER_DEV_MODE", False),

@@ -45,6 +45,7 @@ def config(cache_dtype="auto", head_size=128, mla=False, layers=32, **cache):
 
 
 def test_the_platform_is_found_on_first_use(monkeypatch):
+    monkeypatch.delenv("VLLM_TARGET_DEVICE", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = platforms.detect_platform()
     assert isinstance(found, CpuPlatform) and found.is_cpu()

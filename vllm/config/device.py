@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import torch
 
+from vllm import envs
 from vllm.config.utils import config
 
 Device = Literal["auto", "cuda", "cpu"]
@@ -21,7 +22,8 @@ class DeviceConfig:
         if isinstance(self.device, torch.device):
             self.device_type = self.device.type
         elif self.device == "auto":
-            self.device_type = "cuda" if torch.cuda.is_available() else "cpu"
+            on_gpu = envs.VLLM_TARGET_DEVICE != "cpu" and torch.cuda.is_available()
+            self.device_type = "cuda" if on_gpu else "cpu"
         elif self.device in ("cpu", "cuda"):
             self.device_type = self.device
         else:

@@ -50,7 +50,7 @@ def attention_layers(
                 layer_name=name,
                 backend=backend,
                 raw_spec=spec,
-                fmt=fmt.arranged(backend.kv_cache_arrangement),
+                fmt=backend.arranged(fmt),
                 model_dtype=dtype,
             )
         )
@@ -187,4 +187,3 @@ def _caching_layers(
         spec = layer.get_kv_cache_spec(vllm_config)
         if spec is not None:
             yield name, layer, spec
-

@@ -18,6 +18,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# From here on FlashInfer brings kernels for the tensor cores' own instructions.
+_FLASHINFER_FIRST = (10, 0)
+
 
 @cache
 def _capability(device_id: int) -> DeviceCapability:
@@ -25,7 +28,8 @@ def _capability(device_id: int) -> DeviceCapability:
 
 
 class CudaPlatform(Platform):
-    """Backends are tried fastest first; REFERENCE serves what has no kernel."""
+    """Triton's kernels serve every format. FlashInfer's, where it is installed, come
+    first on the GPUs that it has its own kernels for; REFERENCE serves what is left."""
 
     _enum = PlatformEnum.CUDA
     device_name: str = "cuda"
@@ -63,8 +67,13 @@ class CudaPlatform(Platform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         if vllm_config.device_config.device_type == "cpu":
             raise ValueError(
-                "device cpu was asked for on a machine with CUDA devices: hide them by "
-                "setting CUDA_VISIBLE_DEVICES to the empty string."
+                "device cpu was asked for on a machine with CUDA devices: set "
+                "VLLM_TARGET_DEVICE=cpu, or hide them by setting CUDA_VISIBLE_DEVICES "
+                "to the empty string."
+            )
+        if vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = (
+                "vllm.v1.worker.gpu_worker.GPUWorker"
             )
         super().check_and_update_config(vllm_config)
 
@@ -80,16 +89,23 @@ class CudaPlatform(Platform):
     def attn_backend_priority(
         cls, attn_selector_config: AttentionSelectorConfig
     ) -> list[AttentionBackendEnum]:
+        triton = cls._triton_backends(attn_selector_config)
         if attn_selector_config.use_mla:
+            return triton
+        own_kernels = cls.has_device_capability(_FLASHINFER_FIRST)
+        at = 0 if own_kernels else triton.index(AttentionBackendEnum.REFERENCE)
+        return [*triton[:at], AttentionBackendEnum.FLASHINFER, *triton[at:]]
+
+    @classmethod
+    def _triton_backends(
+        cls, attn_selector_config: AttentionSelectorConfig
+    ) -> list[AttentionBackendEnum]:
+        if not attn_selector_config.use_mla:
             return [
-                AttentionBackendEnum.FLASHMLA_SPARSE
-                if attn_selector_config.use_sparse
-                else AttentionBackendEnum.TRITON_MLA
+                AttentionBackendEnum.TRITON_ATTN,
+                AttentionBackendEnum.TURBOQUANT,
+                AttentionBackendEnum.REFERENCE,
             ]
-        return [
-            AttentionBackendEnum.FLASH_ATTN,
-            AttentionBackendEnum.FLASHINFER,
-            AttentionBackendEnum.TRITON_ATTN,
-            AttentionBackendEnum.TURBOQUANT,
-            AttentionBackendEnum.REFERENCE,
-        ]
+        if attn_selector_config.use_sparse:
+            return [AttentionBackendEnum.FLASHMLA_SPARSE]
+        return [AttentionBackendEnum.TRITON_MLA]

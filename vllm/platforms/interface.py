@@ -7,6 +7,7 @@ is `page_planning`'s; the methods of that kind here only pass layers on.
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -281,8 +282,8 @@ class Platform:
         """Every reason why a backend cannot serve such a layer here; empty: it can."""
         backend_cls = backend.get_class()
         devices = backend_cls.supported_devices
-        if devices and cls.device_type not in devices:
-            return [f"it runs on {' or '.join(devices)}, not on {cls.device_type}"]
+        if devices and cls.device_name not in devices:
+            return [f"it runs on {' or '.join(devices)}, not on {cls.device_name}"]
         return backend_cls.validate_configuration(
             device_capability=cls.get_device_capability(),
             **attn_selector_config._asdict(),
@@ -298,7 +299,8 @@ class Platform:
         """Dotted path of the class for such a layer: the selected one, or the first
         of the priority list that serves it.
 
-        Raises ValueError with every backend tried and all its reasons.
+        Raises ValueError with every backend of this build that does not serve it, and
+        all its reasons; the selected one comes first.
         """
         chosen_by = "as asked" if selected_backend else f"default on {cls.device_name}"
         candidates = (
@@ -318,6 +320,7 @@ class Platform:
                 )
                 return backend.get_path()
             refusals[backend.name] = reasons
+        refusals |= cls._other_refusals(attn_selector_config, refusals.keys())
         raise ValueError(
             f"No attention backend on {cls.device_name} serves head size "
             f"{attn_selector_config.head_size}, model dtype "
@@ -325,6 +328,22 @@ class Platform:
             f"{attn_selector_config.kv_cache_dtype}. {_listed(refusals)}."
             + cls._way_out(selected_backend, attn_selector_config)
         )
+
+    @classmethod
+    def _other_refusals(
+        cls, attn_selector_config: AttentionSelectorConfig, told: Collection[str]
+    ) -> dict[str, list[str]]:
+        """Why the other backends of this build do not serve the layer either."""
+        others = (
+            backend
+            for backend in AttentionBackendEnum
+            if backend.is_importable() and backend.name not in told
+        )
+        refusals = {
+            backend.name: cls.attn_backend_refusals(backend, attn_selector_config)
+            for backend in others
+        }
+        return {name: reasons for name, reasons in refusals.items() if reasons}
 
     @classmethod
     def check_attention_backend(cls, vllm_config: VllmConfig) -> None:

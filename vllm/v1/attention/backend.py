@@ -28,7 +28,7 @@ from vllm.v1.attention.metadata import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout, LayoutDeclaration
-from vllm.v1.kv_formats import by_name
+from vllm.v1.kv_formats import KVFormat, by_name
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
@@ -82,7 +82,7 @@ class AttentionBackend(ABC):
     supported_kv_cache_layouts: ClassVar[tuple[KVCacheLayout, ...]] = ()
     #: Block sizes are rounded up to a multiple of this many tokens.
     min_block_alignment: ClassVar[int] = 1
-    #: `Platform.device_type` values; empty: any device torch runs on.
+    #: `Platform.device_name` values; empty: any device torch runs on.
     supported_devices: ClassVar[tuple[str, ...]] = ()
     supported_attn_types: ClassVar[tuple[AttentionType, ...]] = (AttentionType.DECODER,)
 
@@ -118,6 +118,12 @@ class AttentionBackend(ABC):
         applying it twice changes nothing. Reads no global state.
         """
         return spec
+
+    @classmethod
+    def arranged(cls, fmt: KVFormat) -> KVFormat:
+        """The format as the kernels of this backend read and write it. Bytes per state
+        do not depend on it."""
+        return fmt.arranged(cls.kv_cache_arrangement)
 
     @staticmethod
     def get_kv_cache_shape(

@@ -50,7 +50,7 @@ def layer_format(layer: AttentionLayerBase, vllm_config: VllmConfig) -> KVFormat
     model_config = vllm_config.model_config
     if model_config is not None:
         fmt = fmt.resolve(model_config.dtype)
-    return fmt.arranged(layer.get_attn_backend().kv_cache_arrangement)
+    return layer.get_attn_backend().arranged(fmt)
 
 
 def get_kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:

@@ -1,5 +1,10 @@
 """FLASH_ATTN: facts of the flash-attention kernels. Dense and fp8 pages only, so there
-is nothing to publish: their size follows from heads, head size and dtype."""
+is nothing to publish: their size follows from heads, head size and dtype.
+
+This build does not call the kernels: the package flash-attn takes pages of multiples of
+256 tokens, which no other backend's blocks are, and its fork for small pages is part of
+upstream's own builds. The name says so when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,7 @@ class FlashAttentionBackend(OptionalBackend):
     ]
     supported_attn_types = tuple(AttentionType)
     supported_devices = ("cuda",)
-    required_packages = ("flash_attn",)
+    fallback = "TRITON_ATTN or FLASHINFER"
 
     @staticmethod
     def get_name() -> str:
