@@ -56,6 +56,7 @@ class Call:
             signature={k: _type_of(v) for k, v in given.items()},
             constexprs={**absent, **self.constants},
             num_warps=self.num_warps,
+            enable_fp_fusion=False,
         )
 
 

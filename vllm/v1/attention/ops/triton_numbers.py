@@ -140,13 +140,16 @@ def words_of_3_bits(codes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def tree_sum(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums [ROWS] of float32 [ROWS, WIDTH] by halving: a fixed order of adds."""
-    SIZE: tl.constexpr = WIDTH
-    if SIZE == 1:
-        return tl.reshape(x, [ROWS])
-    low, high = tl.split(tl.trans(tl.reshape(x, [ROWS, 2, SIZE // 2]), 0, 2, 1))
-    return tree_sum(low + high, ROWS, SIZE // 2)
+def _fold(x, ROWS: tl.constexpr, HALF: tl.constexpr):
+    low, high = tl.split(tl.trans(tl.reshape(x, [ROWS, 2, HALF]), 0, 2, 1))
+    return low + high
+
+
+@triton.jit
+def sum_of_16(x, ROWS: tl.constexpr):
+    """Sums [ROWS] of float32 [ROWS, 16] by halving: the order of `casts.tree_sum`."""
+    x = _fold(_fold(x, ROWS, 8), ROWS, 4)
+    return tl.reshape(_fold(_fold(x, ROWS, 2), ROWS, 1), [ROWS])
 
 
 @triton.jit

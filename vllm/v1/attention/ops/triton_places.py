@@ -1,7 +1,7 @@
 """Where the fields of a state lie in a page: device functions for kernels that store.
 
-`C` holds a format's table by its names, `P` the strides of one layer's pages, plane by
-plane (see `triton_store`). A program handles ROWS rows, one per (token, KV head).
+`C` holds a format's table by its names, `P` the strides of one layer's pages, field by
+field (see `triton_store`). A program handles ROWS rows, one per (token, KV head).
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 
 @triton.jit
 def rows_of(slots_ptr, num_tokens, P: tl.constexpr, ROWS: tl.constexpr):
-    """Token, head, block and state of this program's rows, and which are written.
+    """(token, head, block, state, written) of this program's rows, [ROWS] each.
 
-    Rows past the last token and slots of -1 are not.
+    Rows past the last token and slots of -1 are not written.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = row // P.HEADS
@@ -31,18 +31,33 @@ def load_vectors(
     x_ptr,
     token_stride,
     head_stride,
-    token,
-    head,
-    written,
+    rows,
     FIRST: tl.constexpr,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """Elements FIRST to FIRST + COUNT of the rows' vectors: [ROWS, WIDTH], then 0."""
+    token, head, _block, _state, written = rows
     i = tl.arange(0, WIDTH)
     at = x_ptr + (token * token_stride + head * head_stride + FIRST)[:, None]
     inside = written[:, None] & (i < COUNT)[None, :]
     return tl.load(at + i[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def cells_at(pages_ptr, rows, F: tl.constexpr):
+    """Byte pointers [ROWS] to the rows' records in the plane of a field `F` of `P`."""
+    _token, head, block, state, _written = rows
+    return pages_ptr + (block * F.BLOCK + head * F.HEAD + state * F.STATE + F.START)
+
+
+@triton.jit
+def interleaved_cells_at(pages_ptr, rows, F: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """The same in a plane in which the bytes of INTERLEAVE states alternate."""
+    _token, head, block, state, _written = rows
+    group, lane = state // INTERLEAVE, state % INTERLEAVE
+    place = block * F.BLOCK + head * F.HEAD + group * F.STATE + lane * F.LANE
+    return pages_ptr + (place + F.START)
 
 
 @triton.jit
@@ -86,18 +101,3 @@ def store_half(at, value, written, OFFSET: tl.constexpr, ALIGN: tl.constexpr):
         i = tl.arange(0, 2)
         bytes = (bits[:, None] >> (8 * i)[None, :]).to(tl.uint8)
         store_bytes(at + OFFSET, bytes, written, 2, 2, 1)
-
-
-@triton.jit
-def cells_at(
-    pages_ptr,
-    block,
-    head,
-    state,
-    START: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HEAD: tl.constexpr,
-    STATE: tl.constexpr,
-):
-    """Byte pointers [ROWS] to the rows' records of a plane with these strides."""
-    return pages_ptr + (block * BLOCK + head * HEAD + state * STATE + START)

@@ -14,10 +14,11 @@ from vllm.v1.attention.ops.triton_numbers import (
     e4m3_encode,
     finite,
     pack_nibbles,
-    tree_sum,
+    sum_of_16,
 )
 from vllm.v1.attention.ops.triton_places import (
     cells_at,
+    interleaved_cells_at,
     load_vectors,
     rows_of,
     store_bytes,
@@ -44,7 +45,7 @@ def _error(groups, codes, step, ROWS: tl.constexpr, GROUPS: tl.constexpr):
     """Squared error [R, G] of the decoded groups."""
     difference = e2m1_decode(codes) * step[:, :, None] - groups
     flat = tl.reshape(difference * difference, [ROWS * GROUPS, _GROUP])
-    return tl.reshape(tree_sum(flat, ROWS * GROUPS, _GROUP), [ROWS, GROUPS])
+    return tl.reshape(sum_of_16(flat, ROWS * GROUPS), [ROWS, GROUPS])
 
 
 @triton.jit
@@ -90,40 +91,31 @@ def store_nvfp4_kernel(
     TRY_FOUR: tl.constexpr,
 ):
     """Grid (row tiles, 2): keys, then values. K and V have a head slot each."""
-    token, head, block, state, written = rows_of(slots_ptr, num_tokens, P, ROWS)
+    rows = rows_of(slots_ptr, num_tokens, P, ROWS)
+    written = rows[4]
     if tl.program_id(1) == 0:
         x = load_vectors(
-            *(key_ptr, key_token_stride, key_head_stride, token, head, written),
-            *(0, C.K_CODES_COUNT, WIDTH),
+            key_ptr, key_token_stride, key_head_stride, rows, 0, C.K_CODES_COUNT, WIDTH
         )
         bytes, scales = _best(x, k_scale, TRY_FOUR, ROWS, WIDTH)
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.K_CODES_START, P.K_CODES_BLOCK, P.K_CODES_HEAD, P.K_CODES_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.K_CODES)
         store_bytes(cells, bytes, written, C.K_CODES_BYTES, WIDTH // 2, 1)
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.K_SCALES_START, P.K_SCALES_BLOCK, P.K_SCALES_HEAD, P.K_SCALES_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.K_SCALES)
         store_bytes(cells, scales, written, C.K_SCALES_BYTES, WIDTH // _GROUP, 1)
     else:
         x = load_vectors(
-            *(value_ptr, value_token_stride, value_head_stride, token, head, written),
-            *(0, C.V_CODES_COUNT, WIDTH_V),
+            value_ptr,
+            value_token_stride,
+            value_head_stride,
+            rows,
+            0,
+            C.V_CODES_COUNT,
+            WIDTH_V,
         )
         bytes, scales = _best(x, v_scale, TRY_FOUR, ROWS, WIDTH_V)
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.V_CODES_START, P.V_CODES_BLOCK, P.V_CODES_HEAD, P.V_CODES_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.V_CODES)
         store_bytes(cells, bytes, written, C.V_CODES_BYTES, WIDTH_V // 2, 1)
-        # The bytes of V_SCALES_INTERLEAVE states alternate.
-        lane = state % C.V_SCALES_INTERLEAVE
-        cells = cells_at(
-            *(pages_ptr + lane * P.V_SCALES_LANE, block, head),
-            *(state // C.V_SCALES_INTERLEAVE, P.V_SCALES_START, P.V_SCALES_BLOCK),
-            *(P.V_SCALES_HEAD, P.V_SCALES_STATE),
-        )
+        step: tl.constexpr = C.V_SCALES_INTERLEAVE
+        cells = interleaved_cells_at(pages_ptr, rows, P.V_SCALES, step)
         GROUPS: tl.constexpr = WIDTH_V // _GROUP
-        store_bytes(cells, scales, written, C.V_SCALES_BYTES, GROUPS, P.V_SCALES_BYTE)
+        store_bytes(cells, scales, written, C.V_SCALES_BYTES, GROUPS, P.V_SCALES.BYTE)

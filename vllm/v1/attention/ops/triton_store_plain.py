@@ -60,26 +60,25 @@ def store_plain_kernel(
     WIDTH_V: tl.constexpr,
 ):
     """Grid (row tiles, 2): keys, then values; (row tiles, 1) for latents."""
-    token, head, block, state, written = rows_of(slots_ptr, num_tokens, P, ROWS)
+    rows = rows_of(slots_ptr, num_tokens, P, ROWS)
+    written = rows[4]
     if tl.program_id(1) == 0:
         x = load_vectors(
-            *(key_ptr, key_token_stride, key_head_stride, token, head, written),
-            *(0, C.K_COUNT, WIDTH),
+            key_ptr, key_token_stride, key_head_stride, rows, 0, C.K_COUNT, WIDTH
         )
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.K_START, P.K_BLOCK, P.K_HEAD, P.K_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.K)
         at = cells + C.K_OFFSET
         _store_vectors(at, x, k_scale, written, C.K_DTYPE, C.K_COUNT, WIDTH)
     elif C.V_COUNT > 0:
         x = load_vectors(
-            *(value_ptr, value_token_stride, value_head_stride, token, head, written),
-            *(0, C.V_COUNT, WIDTH_V),
+            value_ptr,
+            value_token_stride,
+            value_head_stride,
+            rows,
+            0,
+            C.V_COUNT,
+            WIDTH_V,
         )
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.V_START, P.V_BLOCK, P.V_HEAD, P.V_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.V)
         at = cells + C.V_OFFSET
         _store_vectors(at, x, v_scale, written, C.V_DTYPE, C.V_COUNT, WIDTH_V)

@@ -57,14 +57,11 @@ def store_records_kernel(
 
     Scales of e2m1 records are stored by column of a table of COLUMNS columns.
     """
-    token, head, block, state, written = rows_of(slots_ptr, num_tokens, P, ROWS)
-    cells = cells_at(
-        *(pages_ptr, block, head, state),
-        *(P.NOPE_START, P.NOPE_BLOCK, P.NOPE_HEAD, P.NOPE_STATE),
-    )
+    rows = rows_of(slots_ptr, num_tokens, P, ROWS)
+    written = rows[4]
+    cells = cells_at(pages_ptr, rows, P.NOPE)
     x = load_vectors(
-        *(key_ptr, key_token_stride, key_head_stride, token, head, written),
-        *(0, C.NOPE_COUNT, C.NOPE_COUNT),
+        key_ptr, key_token_stride, key_head_stride, rows, 0, C.NOPE_COUNT, C.NOPE_COUNT
     )
     TILES: tl.constexpr = C.NOPE_SCALE_COUNT
     TILE: tl.constexpr = C.NOPE_COUNT // TILES
@@ -90,8 +87,13 @@ def store_records_kernel(
         by_column = tl.reshape(tl.trans(table, 0, 2, 1), [ROWS, TILES])
         store_bytes(scales_at, by_column, written, TILES, TILES, 1)
     rope = load_vectors(
-        *(key_ptr, key_token_stride, key_head_stride, token, head, written),
-        *(C.NOPE_COUNT, C.ROPE_COUNT, C.ROPE_COUNT),
+        key_ptr,
+        key_token_stride,
+        key_head_stride,
+        rows,
+        C.NOPE_COUNT,
+        C.ROPE_COUNT,
+        C.ROPE_COUNT,
     )
     at = cells + C.ROPE_OFFSET
     if C.ROPE_DTYPE == "bf16":

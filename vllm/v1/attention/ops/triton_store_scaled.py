@@ -123,39 +123,55 @@ def store_scaled_kernel(
 ):
     """Grid (row tiles, 2): keys, then values; (row tiles, 1) for latents, whose word
     for the scale of V holds 0. Tables are the signs of the rotation."""
-    token, head, block, state, written = rows_of(slots_ptr, num_tokens, P, ROWS)
+    rows = rows_of(slots_ptr, num_tokens, P, ROWS)
+    written = rows[4]
     if tl.program_id(1) == 0:
         x = load_vectors(
-            *(key_ptr, key_token_stride, key_head_stride, token, head, written),
-            *(0, C.K_COUNT, WIDTH),
+            key_ptr, key_token_stride, key_head_stride, rows, 0, C.K_COUNT, WIDTH
         )
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.K_START, P.K_BLOCK, P.K_HEAD, P.K_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.K)
         _store_vectors(
-            *(cells, x, k_table_ptr, written),
-            *(C.K_DTYPE, C.K_COUNT, C.K_BYTES, C.K_OFFSET, C.K_SCALE_OFFSET),
-            *(P.ALIGN, ROTATION, ROWS, WIDTH),
+            cells,
+            x,
+            k_table_ptr,
+            written,
+            C.K_DTYPE,
+            C.K_COUNT,
+            C.K_BYTES,
+            C.K_OFFSET,
+            C.K_SCALE_OFFSET,
+            P.ALIGN,
+            ROTATION,
+            ROWS,
+            WIDTH,
         )
         if C.V_COUNT == 0:
-            cells = cells_at(
-                *(pages_ptr, block, head, state),
-                *(P.V_SCALE_START, P.V_SCALE_BLOCK, P.V_SCALE_HEAD, P.V_SCALE_STATE),
-            )
+            cells = cells_at(pages_ptr, rows, P.V_SCALE)
             nothing = tl.zeros((ROWS,), tl.float32)
             store_word(cells, nothing, written, C.V_SCALE_OFFSET, P.ALIGN)
     elif C.V_COUNT > 0:
         x = load_vectors(
-            *(value_ptr, value_token_stride, value_head_stride, token, head, written),
-            *(0, C.V_COUNT, WIDTH_V),
+            value_ptr,
+            value_token_stride,
+            value_head_stride,
+            rows,
+            0,
+            C.V_COUNT,
+            WIDTH_V,
         )
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.V_START, P.V_BLOCK, P.V_HEAD, P.V_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.V)
         _store_vectors(
-            *(cells, x, v_table_ptr, written),
-            *(C.V_DTYPE, C.V_COUNT, C.V_BYTES, C.V_OFFSET, C.V_SCALE_OFFSET),
-            *(P.ALIGN, ROTATION_V, ROWS, WIDTH_V),
+            cells,
+            x,
+            v_table_ptr,
+            written,
+            C.V_DTYPE,
+            C.V_COUNT,
+            C.V_BYTES,
+            C.V_OFFSET,
+            C.V_SCALE_OFFSET,
+            P.ALIGN,
+            ROTATION_V,
+            ROWS,
+            WIDTH_V,
         )

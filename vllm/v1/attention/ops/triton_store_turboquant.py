@@ -54,8 +54,7 @@ def _store_codes(
         for i in tl.static_range(3):
             byte = (words >> (8 * i)).to(tl.uint8)
             # Byte i of word w is byte 3w + i of the field.
-            count: tl.constexpr = (BYTES - i + 2) // 3
-            store_bytes(at + i, byte, written, count, WIDTH // 8, 3)
+            store_bytes(at + i, byte, written, (BYTES + 2 - i) // 3, WIDTH // 8, 3)
 
 
 @triton.jit
@@ -124,43 +123,53 @@ def store_turboquant_kernel(
 ):
     """Grid (row tiles, 2): keys, then values. `k_table_ptr` holds the bounds between
     centroids, `k_scale` the factor of the rotation."""
-    token, head, block, state, written = rows_of(slots_ptr, num_tokens, P, ROWS)
+    rows = rows_of(slots_ptr, num_tokens, P, ROWS)
+    written = rows[4]
     if tl.program_id(1) == 0:
         x = load_vectors(
-            *(key_ptr, key_token_stride, key_head_stride, token, head, written),
-            *(0, C.K_CODES_COUNT, WIDTH),
+            key_ptr, key_token_stride, key_head_stride, rows, 0, C.K_CODES_COUNT, WIDTH
         )
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.K_CODES_START, P.K_CODES_BLOCK, P.K_CODES_HEAD, P.K_CODES_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.K_CODES)
         at = cells + C.K_CODES_OFFSET
         if C.K_CODES_DTYPE == "e4m3":
             codes = e4m3_encode(finite(x, _KEY_LIMIT))
             store_bytes(at, codes, written, C.K_CODES_BYTES, WIDTH, 1)
         else:
             codes, norm = _key_codes(
-                *(x, k_table_ptr, k_scale, C.K_CODES_DTYPE, C.K_CODES_COUNT),
-                *(ROTATION, ROWS, WIDTH),
+                x,
+                k_table_ptr,
+                k_scale,
+                C.K_CODES_DTYPE,
+                C.K_CODES_COUNT,
+                ROTATION,
+                ROWS,
+                WIDTH,
             )
             _store_codes(
-                *(at, codes, written, C.K_CODES_DTYPE, C.K_CODES_BYTES, ROWS, WIDTH)
+                at, codes, written, C.K_CODES_DTYPE, C.K_CODES_BYTES, ROWS, WIDTH
             )
             norm = saturate(norm, tl.float16)
             store_half(cells, norm, written, C.K_NORM_OFFSET, P.ALIGN)
     else:
         x = load_vectors(
-            *(value_ptr, value_token_stride, value_head_stride, token, head, written),
-            *(0, C.V_CODES_COUNT, WIDTH_V),
+            value_ptr,
+            value_token_stride,
+            value_head_stride,
+            rows,
+            0,
+            C.V_CODES_COUNT,
+            WIDTH_V,
         )
-        cells = cells_at(
-            *(pages_ptr, block, head, state),
-            *(P.V_CODES_START, P.V_CODES_BLOCK, P.V_CODES_HEAD, P.V_CODES_STATE),
-        )
+        cells = cells_at(pages_ptr, rows, P.V_CODES)
         codes, step, low = _value_codes(x, C.V_CODES_DTYPE, C.V_CODES_COUNT, WIDTH_V)
         _store_codes(
-            *(cells + C.V_CODES_OFFSET, codes, written),
-            *(C.V_CODES_DTYPE, C.V_CODES_BYTES, ROWS, WIDTH_V),
+            cells + C.V_CODES_OFFSET,
+            codes,
+            written,
+            C.V_CODES_DTYPE,
+            C.V_CODES_BYTES,
+            ROWS,
+            WIDTH_V,
         )
         step, low = saturate(step, tl.float16), saturate(low, tl.float16)
         store_half(cells, step, written, C.V_SCALE_OFFSET, P.ALIGN)

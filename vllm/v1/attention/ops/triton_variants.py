@@ -13,7 +13,7 @@ from typing import Any
 from vllm.utils.import_utils import resolve
 
 #: "module:function"; the function returns the module's variants.
-SOURCES: tuple[str, ...] = ()
+SOURCES: tuple[str, ...] = ("vllm.v1.attention.ops.triton_store:variants",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class KernelVariant:
     constexprs: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    enable_fp_fusion: bool = True
 
 
 def all_variants() -> Iterator[KernelVariant]:

@@ -1,0 +1,254 @@
+"""Writes states into pages with Triton kernels: every format that they know.
+
+Chooses a kernel by the format's family and hands it the format's table (`C`), the
+page's strides (`P`) and the tensors. The mathematics is in the kernels' modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import gcd, sqrt
+from typing import Any
+
+import torch
+import triton
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.ops.triton_call import Call
+from vllm.v1.attention.ops.triton_constants import Constants
+from vllm.v1.attention.ops.triton_store_nvfp4 import store_nvfp4_kernel
+from vllm.v1.attention.ops.triton_store_plain import store_plain_kernel
+from vllm.v1.attention.ops.triton_store_records import store_records_kernel
+from vllm.v1.attention.ops.triton_store_scaled import store_scaled_kernel
+from vllm.v1.attention.ops.triton_store_turboquant import store_turboquant_kernel
+from vllm.v1.attention.ops.triton_variants import KernelVariant
+from vllm.v1.kv_formats import KVFormat, KVScales, StateLayout, all_formats
+from vllm.v1.kv_formats.base import UNIT_SCALES
+from vllm.v1.kv_formats.codebook import get_midpoints
+from vllm.v1.kv_formats.hadamard import block_size, rht_signs
+from vllm.v1.kv_formats.layout import DTYPES
+from vllm.v1.kv_formats.mode import KVQuantMode
+from vllm.v1.kv_formats.nvfp4 import NvFp4
+from vllm.v1.kv_formats.paging import as_bytes
+from vllm.v1.kv_formats.turboquant import TurboQuant
+
+# Elements of a program's tile: 16 registers for each of its 128 threads.
+_TILE = 2048
+# The narrowest tile that the kernels pack: groups of 16 elements.
+_MIN_WIDTH = 16
+# The widest store of a GPU, in bytes: alignment beyond it changes nothing.
+_WIDEST_STORE = 16
+
+
+def serves(fmt: KVFormat) -> bool:
+    """Whether there is a kernel for the format, in any of its arrangements."""
+    return _kernel_of(fmt) is not None
+
+
+def store(
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    fmt: KVFormat,
+    scales: KVScales = UNIT_SCALES,
+) -> None:
+    """Writes one state per slot into pages [B, H, N, C], as `KVFormat.store` does.
+
+    Any axis order and arrangement. `key` [T, heads, size] and `value` [T, heads,
+    size_v] (None: a latent) are on the pages' device. Raises ValueError for a format
+    without a kernel and for pages that do not hold the format.
+    """
+    store_call(pages, slot_mapping, key, value, fmt, scales).launch()
+
+
+def store_call(
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+    fmt: KVFormat,
+    scales: KVScales = UNIT_SCALES,
+) -> Call:
+    """The launch that `store` makes."""
+    fmt, pages = fmt.resolve(key.dtype), as_bytes(pages)
+    kernel = _kernel_of(fmt)
+    if kernel is None:
+        raise ValueError(
+            f"KV cache format {fmt.format_id} has no Triton kernel that stores it: "
+            "store it through the format itself"
+        )
+    key = key if key.stride(-1) == 1 else key.contiguous()
+    if value is not None and value.stride(-1) != 1:
+        value = value.contiguous()
+    size, size_v = key.shape[-1], 0 if value is None else value.shape[-1]
+    layout = fmt.layout(size, size_v, key.dtype)
+    if pages.shape[1] != key.shape[1] * layout.num_sides:
+        raise ValueError(
+            f"KV cache format {fmt.name}: {key.shape[1]} KV heads need "
+            f"{key.shape[1] * layout.num_sides} head slots, the pages "
+            f"{tuple(pages.shape)} have {pages.shape[1]}"
+        )
+    place = _place(
+        layout, tuple(pages.shape), pages.stride(), pages.data_ptr() % _WIDEST_STORE
+    )
+    constants = _constants(fmt, layout, size, size_v)
+    table, table_v = _tables(fmt, size, size_v, key.device)
+    num_rows = slot_mapping.shape[0] * key.shape[1]
+    sides = 2 if size_v else 1
+    return Call(
+        kernel=kernel,
+        grid=(cdiv(num_rows, constants["ROWS"]), sides),
+        arguments={
+            "key_ptr": key,
+            "value_ptr": value,
+            "slots_ptr": slot_mapping,
+            "pages_ptr": pages,
+            "k_table_ptr": table,
+            "v_table_ptr": table_v,
+            "k_scale": _key_factor(fmt, size, scales),
+            "v_scale": float(scales.v),
+            "num_tokens": slot_mapping.shape[0],
+            "key_token_stride": key.stride(0),
+            "key_head_stride": key.stride(1),
+            "value_token_stride": 0 if value is None else value.stride(0),
+            "value_head_stride": 0 if value is None else value.stride(1),
+        },
+        constants={"P": place, **constants},
+    )
+
+
+def _kernel_of(fmt: KVFormat) -> Any:
+    if fmt.mode.is_per_token_head:
+        return store_scaled_kernel
+    if isinstance(fmt, TurboQuant):
+        return store_turboquant_kernel
+    if fmt.mode.is_nvfp4:
+        return store_nvfp4_kernel
+    if fmt.latent:
+        fields = {row.name for row in fmt.rows(torch.bfloat16)}
+        whole_cells = {row.plane for row in fmt.rows(torch.bfloat16)} == {0}
+        is_record = whole_cells and fields == {"nope", "nope_scale", "rope"}
+        return store_records_kernel if is_record else None
+    plain = fmt.mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+    return store_plain_kernel if plain else None
+
+
+def _key_factor(fmt: KVFormat, size: int, scales: KVScales) -> float:
+    if isinstance(fmt, TurboQuant):
+        return 1.0 / sqrt(block_size(size))
+    return float(scales.k)
+
+
+@lru_cache(maxsize=256)
+def table_constants(layout: StateLayout) -> Constants:
+    """The numbers of a table by its names, and NAME_DTYPE for every field."""
+    types = {f"{f.name.upper()}_DTYPE": f.dtype for f in layout.fields}
+    return Constants(**layout.constants(), **types)
+
+
+@lru_cache(maxsize=256)
+def _constants(
+    fmt: KVFormat, layout: StateLayout, size: int, size_v: int
+) -> dict[str, Any]:
+    """What a kernel knows besides the page: the table, tile sizes, and its family's."""
+    width = max(_MIN_WIDTH, triton.next_power_of_2(size))
+    width_v = max(_MIN_WIDTH, triton.next_power_of_2(size_v)) if size_v else _MIN_WIDTH
+    constants: dict[str, Any] = {
+        "C": table_constants(layout),
+        "ROWS": max(1, _TILE // max(width, width_v)),
+        "WIDTH": width,
+        "WIDTH_V": width_v,
+    }
+    if fmt.mode.is_per_token_head or isinstance(fmt, TurboQuant):
+        constants["ROTATION"] = block_size(size)
+    if fmt.mode.is_per_token_head:
+        constants["ROTATION_V"] = block_size(size_v) if size_v else 1
+    if isinstance(fmt, NvFp4):
+        constants["TRY_FOUR"] = fmt.four_over_six
+    if fmt.latent:
+        constants["COLUMNS"] = getattr(fmt, "scale_columns", 1)
+    return constants
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    fmt: KVFormat, size: int, size_v: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Signs of rotations or bounds between centroids: float32, once per device."""
+    if fmt.mode is KVQuantMode.INT4_PER_TOKEN_HEAD:
+        signs_v = rht_signs(size_v).to(device) if size_v else None
+        return rht_signs(size).to(device), signs_v
+    if isinstance(fmt, TurboQuant) and not fmt.key_fp8:
+        return get_midpoints(size, fmt.key_bits).to(device), None
+    return None, None
+
+
+@lru_cache(maxsize=256)
+def _place(
+    layout: StateLayout,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    misalignment: int,
+) -> Constants:
+    """Where pages [B, H, N, C] of these byte strides hold each field of a table.
+
+    For each field by its name, the bytes of its plane's record: START from the pages'
+    first byte, then BLOCK, HEAD and STATE per index, LANE and BYTE where states are
+    interleaved. Besides, PAGE states, HEADS KV heads, and ALIGN of every record. Raises
+    ValueError for torn pages, and where a vector of numbers would not be aligned to
+    them.
+    """
+    pages = torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
+    values, steps = {}, [misalignment, _WIDEST_STORE]
+    for field in layout.fields:
+        plane = layout.plane_view(pages, field.side, field.plane)
+        start, (block, head, state, lane, byte) = plane.storage_offset(), plane.stride()
+        values[field.name.upper()] = Constants(
+            START=start, BLOCK=block, HEAD=head, STATE=state, LANE=lane, BYTE=byte
+        )
+        steps += [start, block, head, state]
+    align = gcd(*steps)
+    for field in layout.fields:
+        size = DTYPES[field.dtype].bits // 8
+        vector = size > 1 and (field.count or 0) > 1
+        if vector and gcd(align, layout.record_offset(field.name)) % size:
+            raise ValueError(
+                f"field {field.name!r} of pages {shape} with strides {strides} is not "
+                f"aligned to its {size} bytes: align pages and strides"
+            )
+    heads = shape[1] // layout.num_sides
+    return Constants(PAGE=shape[2], HEADS=heads, ALIGN=align, **values)
+
+
+HEAD_SIZES = (64, 80, 96, 128, 256)
+LATENT_SIZE = 576
+
+
+def variants() -> Iterator[KernelVariant]:
+    """One per format, arrangement and head size, for bfloat16 models."""
+    for fmt in all_formats():
+        fmt = fmt.resolve(torch.bfloat16)
+        if not serves(fmt) or fmt.alias_of:
+            continue
+        sizes = [(size, size) for size in HEAD_SIZES] + [(LATENT_SIZE, 0)]
+        for arrangement in fmt.arrangements:
+            for pair in sizes:
+                yield from _variant(fmt.arranged(arrangement), *pair)
+
+
+def _variant(fmt: KVFormat, size: int, size_v: int) -> Iterator[KernelVariant]:
+    try:
+        fmt.check_head_size(size, size_v)
+    except ValueError:
+        return
+    heads = 2 if size_v else 1
+    packing = fmt.packing(heads, size, size_v)
+    shape = (2, packing.head_slots, 16, packing.state_bytes)
+    key = torch.zeros(1, heads, size, dtype=torch.bfloat16)
+    value = key[..., :size_v] if size_v else None
+    slots = torch.zeros(1, dtype=torch.int64)
+    call = store_call(torch.zeros(shape, dtype=torch.uint8), slots, key, value, fmt)
+    sizes = f"{size}" if size_v else f"{size}+0"
+    yield call.variant(f"store {fmt.format_id} {sizes}")
