@@ -67,8 +67,12 @@ def hf_smollm2() -> LlamaForCausalLM:
     return model.requires_grad_(False)
 
 
+def english_text() -> str:
+    """Some 60,000 characters of prose: Python's help topics, on every machine."""
+    return "\n".join(topics[name] for name in _TOPICS)
+
+
 @cache
 def english_token_ids() -> tuple[int, ...]:
-    """Some 15,000 tokens of prose: Python's help topics, which every machine has."""
-    text = "\n".join(topics[name] for name in _TOPICS)
-    return tuple(get_tokenizer(resolve_model(MODEL)).encode(text))
+    """The prose in some 15,000 tokens of SmolLM2."""
+    return tuple(get_tokenizer(resolve_model(MODEL)).encode(english_text()))
