@@ -60,6 +60,7 @@ def held_as_bits(handle: Handle) -> bool:
     return handle.dtype.scalar in AS_BITS
 
 
+@np.errstate(all="ignore")
 def cast(self: Builder, handle: Handle, dst_type: Any) -> Handle:
     """Any number to any number. float to int truncates towards zero."""
     source, target = handle.dtype.scalar, dst_type.scalar
@@ -89,6 +90,7 @@ Operation = Callable[..., Handle]
 def in_float32(original: Operation) -> Operation:
     """An operation of numpy over numbers instead of bit patterns, rounded once."""
 
+    @np.errstate(all="ignore")  # as on a GPU: infinities and NaN, no warnings
     def operate(self: Builder, *arguments: Any) -> Handle:
         handles = [a for a in arguments if isinstance(a, Handle)]
         kinds = {h.dtype.scalar for h in handles if held_as_bits(h)}

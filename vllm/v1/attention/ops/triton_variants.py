@@ -13,7 +13,10 @@ from typing import Any
 from vllm.utils.import_utils import resolve
 
 #: "module:function"; the function returns the module's variants.
-SOURCES: tuple[str, ...] = ("vllm.v1.attention.ops.triton_store:variants",)
+SOURCES: tuple[str, ...] = (
+    "vllm.v1.attention.ops.triton_blocks:variants",
+    "vllm.v1.attention.ops.triton_store:variants",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
