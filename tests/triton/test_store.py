@@ -227,6 +227,9 @@ def test_what_does_not_fit_is_named() -> None:
     pages = torch.zeros(1, 1, 16, 128, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="2 head slots, the pages"):
         triton_store.store(pages, slots, key, key, by_name("fp8_e4m3"))
+    with pytest.raises(ValueError, match="for 3 slots"):
+        longer = torch.zeros(3, device=DEVICE)
+        triton_store.store(pages, longer, key[:, :1], key[:, :1], by_name("fp8_e4m3"))
     with pytest.raises(ValueError, match="deepseek_v4:cells has no Triton kernel"):
         triton_store.store(pages, slots, key, None, by_id("deepseek_v4"))
     odd = torch.zeros(1 + 16 * 256, dtype=torch.uint8, device=DEVICE)[1:]

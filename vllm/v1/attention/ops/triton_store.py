@@ -84,6 +84,18 @@ def store_call(
         value = value.contiguous()
     size, size_v = key.shape[-1], 0 if value is None else value.shape[-1]
     layout = fmt.layout(size, size_v, key.dtype)
+    tokens = slot_mapping.shape[0]
+    too_few = key.shape[0] < tokens or (
+        value is not None
+        and (value.shape[0] < tokens or value.shape[1] != key.shape[1])
+    )
+    if too_few or slot_mapping.stride() != (1,):
+        raise ValueError(
+            f"key {tuple(key.shape)} and value "
+            f"{None if value is None else tuple(value.shape)} for {tokens} slots of "
+            f"stride {slot_mapping.stride()}: expected a vector, a row of each per "
+            "slot, and equal heads"
+        )
     if pages.shape[1] != key.shape[1] * layout.num_sides:
         raise ValueError(
             f"KV cache format {fmt.name}: {key.shape[1]} KV heads need "
@@ -95,7 +107,7 @@ def store_call(
     )
     constants = _constants(fmt, layout, size, size_v)
     table, table_v = _tables(fmt, size, size_v, key.device)
-    num_rows = slot_mapping.shape[0] * key.shape[1]
+    num_rows = tokens * key.shape[1]
     sides = 2 if size_v else 1
     return Call(
         kernel=kernel,
@@ -109,7 +121,7 @@ def store_call(
             "v_table_ptr": table_v,
             "k_scale": _key_factor(fmt, size, scales),
             "v_scale": float(scales.v),
-            "num_tokens": slot_mapping.shape[0],
+            "num_tokens": tokens,
             "key_token_stride": key.stride(0),
             "key_head_stride": key.stride(1),
             "value_token_stride": 0 if value is None else value.stride(0),

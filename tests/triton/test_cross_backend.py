@@ -1,0 +1,148 @@
+"""C++ on the CPU and Triton write the same bytes under the same format id, and under
+another arrangement of it the same bytes in other places; each reads the other's pages.
+
+TurboQuant may differ by what `test_store.assert_equal_but_for_roots` allows.
+"""
+
+import pytest
+import torch
+
+from tests.kernels.cpu_attention_cases import needs_library
+from tests.triton.test_store import (
+    BLOCKS,
+    DEVICE,
+    FORMATS,
+    SCALES,
+    Case,
+    assert_equal_but_for_roots,
+    some_slots,
+    vectors,
+)
+from tests.v1.kv_formats.helpers import AXIS_ORDERS, make_pages
+from vllm.v1.attention.ops import cpu_cells, cpu_kernels, cpu_latent, triton_store
+from vllm.v1.kv_formats import by_id, rearrange
+from vllm.v1.kv_formats.turboquant import TurboQuant
+
+pytestmark = needs_library
+
+SHARED = [name for name in cpu_cells.NUMBERS if name in FORMATS]
+LATENTS = [name for name in FORMATS if cpu_latent.serves(FORMATS[name], 576, 512)]
+REARRANGED = [
+    (name, arrangement)
+    for name in SHARED
+    for arrangement in FORMATS[name].arrangements
+    if arrangement != FORMATS[name].arrangement
+]
+SHARED_ORDERS = [
+    (name, order)
+    for name in SHARED
+    for order in AXIS_ORDERS
+    if FORMATS[name].extent().allows(order)
+]
+
+
+def case_of(name: str, order: str = "LBHNC", **changes: object) -> Case:
+    fields = {"sizes": (64, 64), "page": 16, "heads": 3, "dtype": torch.bfloat16}
+    return Case(fmt=FORMATS[name], order=order, **{**fields, **changes})
+
+
+def blank(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    packing = case.fmt.packing(case.heads, *case.sizes, case.dtype)
+    sizes = BLOCKS, packing.head_slots, case.page, packing.state_bytes
+    return make_pages(case.order, *sizes)
+
+
+def by_triton(
+    case: Case, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(buffer, pages) on the CPU, written where the kernels run."""
+    buffer, like = blank(case)
+    buffer = buffer.to(DEVICE)
+    pages = buffer.as_strided(like.shape, like.stride(), like.storage_offset())
+    triton_store.store(pages, slots.to(DEVICE), key, value, case.fmt, SCALES)
+    buffer = buffer.cpu()
+    return buffer, buffer.as_strided(like.shape, like.stride(), like.storage_offset())
+
+
+def by_cpu(
+    case: Case, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    buffer, pages = blank(case)
+    cpu_kernels.store(pages, slots, key.cpu(), value.cpu(), case.fmt, SCALES)
+    return buffer, pages
+
+
+def assert_same(case: Case, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    if isinstance(case.fmt, TurboQuant):
+        assert_equal_but_for_roots(case.fmt, case, ours, theirs)
+    else:
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name, order", SHARED_ORDERS)
+def test_equal_ids_are_equal_bytes(name: str, order: str) -> None:
+    case = case_of(name, order)
+    key, value = vectors(case, 6)
+    assert value is not None
+    slots = some_slots(case, 6)
+    (mine, ours), (other, theirs) = (
+        write(case, slots, key, value) for write in (by_triton, by_cpu)
+    )
+    assert_same(case, ours, theirs)
+    if not isinstance(case.fmt, TurboQuant):
+        assert torch.equal(mine, other)  # neighbouring layers too
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_equal_ids_are_equal_latents(name: str) -> None:
+    case = case_of(name, sizes=(576, 0), heads=1)
+    key, _ = vectors(case, 6)
+    slots = some_slots(case, 6)
+    _, ours = by_triton(case, slots, key, None)
+    _, theirs = blank(case)
+    cpu_latent.store_latents(theirs, slots, key.cpu(), case.fmt, SCALES.k)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name, arrangement", REARRANGED)
+def test_other_arrangements_are_the_same_fields(name: str, arrangement: str) -> None:
+    case = case_of(name)
+    source = case.fmt.arranged(arrangement)
+    arranged = case_of(source.format_id)
+    key, value = vectors(case, 6)
+    assert value is not None
+    slots = some_slots(case, 6)
+    _, theirs = by_cpu(case, slots, key, value)
+    _, written = by_triton(arranged, slots, key, value)
+    _, ours = blank(case)
+    rearrange(source, written, case.fmt, ours, *case.sizes, case.dtype)
+    assert_same(case, ours, theirs)
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_cpu_attends_to_what_triton_wrote(name: str) -> None:
+    case = case_of(name)
+    key, value = vectors(case, 20)
+    assert value is not None
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    slots = torch.cat((torch.arange(32, 48), torch.arange(4)))
+    query = torch.randn(1, 3, 64).bfloat16()
+    outputs = []
+    for write in (by_triton, by_cpu):
+        _, pages = write(case, slots, key, value)
+        out = torch.empty_like(query)
+        cpu_kernels.paged_attention(
+            out,
+            query,
+            pages,
+            by_id(name),
+            torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([20], dtype=torch.int32),
+            table,
+            64,
+            64,
+            0.125,
+            scales=SCALES,
+        )
+        outputs.append(out)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0.02, atol=0.01)
