@@ -61,6 +61,7 @@ LAYERS = {
     "vllm.engine": 10,
     "vllm.entrypoints": 11,
     "vllm.benchmarks": 11,
+    "vllm.testing": 11,
 }
 # Packages of one height whose modules must not import each other.
 SIBLINGS = [("vllm.v1.core", "vllm.model_executor")]

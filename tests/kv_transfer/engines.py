@@ -1,17 +1,34 @@
-"""Whole engines with a connector, and what two runs of them must have in common."""
+"""Whole engines with a connector: those of the conformance kit, and our settings."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vllm import LLM, SamplingParams
 from vllm.outputs import RequestOutput
+from vllm.testing.kv_connector.real_engine import (
+    LOGPROB_TOLERANCE,
+    NUM_TOKENS,
+    cached_of,
+    difference,
+    engine,
+    generate,
+    random_prompts,
+    run,
+    tokens_of,
+)
 
-NUM_TOKENS = 6
-LOGPROB_TOLERANCE = 2e-4
+__all__ = [
+    "LOGPROB_TOLERANCE",
+    "NUM_TOKENS",
+    "assert_same",
+    "cached_of",
+    "engine",
+    "example",
+    "generate",
+    "offloading",
+    "random_prompts",
+    "run",
+    "tokens_of",
+]
 
 
 def example(folder: Path, **more: Any) -> dict[str, Any]:
@@ -33,68 +50,7 @@ def offloading(**extra: Any) -> dict[str, Any]:
     }
 
 
-def random_prompts(lengths: Sequence[int], seed: int = 1) -> list[list[int]]:
-    """Token ids that every tiny model knows."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, 99, (n,), generator=generator).tolist() for n in lengths]
-
-
-@contextmanager
-def engine(folder: str, transfer: Any = None, **settings: Any) -> Iterator[LLM]:
-    defaults: dict[str, Any] = {
-        "dtype": "float32",
-        "kv_cache_memory_bytes": "8MiB",
-        "skip_tokenizer_init": True,
-        "max_model_len": 256,
-        "max_num_seqs": 16,
-        "kv_transfer_config": transfer,
-    }
-    llm = LLM(folder, **(defaults | settings))
-    try:
-        yield llm
-    finally:
-        llm.shutdown()
-
-
-def generate(
-    llm: LLM, prompts: list[list[int]], num_tokens: int = NUM_TOKENS, **params: Any
-) -> list[RequestOutput]:
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=1, **params
-    )
-    return llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False
-    )
-
-
-def run(
-    folder: str,
-    prompts: list[list[int]],
-    transfer: Any = None,
-    num_tokens: int = NUM_TOKENS,
-    **settings: Any,
-) -> list[RequestOutput]:
-    """The outputs of an engine that lives for these prompts only."""
-    with engine(folder, transfer, **settings) as llm:
-        return generate(llm, prompts, num_tokens)
-
-
-def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def cached_of(outputs: list[RequestOutput]) -> list[int]:
-    return [output.num_cached_tokens for output in outputs]
-
-
 def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
     """Equal tokens, and logprobs that differ by rounding only."""
-    assert tokens_of(found) == tokens_of(expected)
-    for one, other in zip(found, expected, strict=True):
-        for mine, theirs in zip(
-            one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True
-        ):
-            assert mine.keys() == theirs.keys()
-            for token in mine:
-                gap = abs(mine[token].logprob - theirs[token].logprob)
-                assert gap < LOGPROB_TOLERANCE
+    different = difference(found, expected)
+    assert not different, different

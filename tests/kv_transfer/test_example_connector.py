@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.kv_transfer.conftest import ModelFolders
 from tests.kv_transfer.engines import (
     assert_same,
     cached_of,
@@ -15,45 +14,13 @@ from tests.kv_transfer.engines import (
     random_prompts,
     run,
 )
-from vllm.v1.kv_formats import all_formats
+from vllm.testing.kv_connector.models import ModelFolders
 
-FORMATS = [fmt.name for fmt in all_formats() if not fmt.latent]
-LATENT = [fmt.name for fmt in all_formats() if fmt.latent_capable]
 LENGTHS = [5, 16, 17, 48, 70, 97]
-ALIGNED = {"mamba_cache_mode": "align"}
-ALL = {"mamba_cache_mode": "all", "mamba_block_size": 16}
-CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *[("full", name, {}) for name in FORMATS],
-    *[("window", name, {}) for name in ("auto", "fp8_e4m3", "nvfp4")],
-    *[("latent", name, {}) for name in LATENT],
-    *[("states", "auto", mode) for mode in (ALIGNED, ALL)],
-]
 
 
 def expected_hits(prompts: list[list[int]]) -> list[int]:
     return [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
-
-
-@pytest.mark.parametrize("kind, cache_dtype, how", CASES, ids=str)
-def test_another_engine_loads_prompts(
-    folders: ModelFolders,
-    tmp_path: Path,
-    kind: str,
-    cache_dtype: str,
-    how: dict[str, Any],
-) -> None:
-    prompts = random_prompts(LENGTHS)
-    settings = {"kv_cache_dtype": cache_dtype, **how}
-    alone = run(folders[kind], prompts, **settings)
-    stored = run(folders[kind], prompts, example(tmp_path), **settings)
-    loaded = run(folders[kind], prompts, example(tmp_path), **settings)
-    assert_same(stored, alone)
-    assert_same(loaded, alone)
-    assert sum(cached_of(alone)) == 0
-    if kind in ("full", "latent"):
-        assert cached_of(loaded) == expected_hits(prompts)
-    else:  # groups that keep a part of a prefix end hits where their blocks do
-        assert sum(cached_of(loaded)) > 0
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "LHBNC", "BLHNC", "BHLNC"])

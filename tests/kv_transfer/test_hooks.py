@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.kv_transfer.conftest import ModelFolders
 from tests.kv_transfer.engines import engine, generate, random_prompts
 from tests.kv_transfer.test_factory import Hybrid
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorRole,
 )
+from vllm.testing.kv_connector.models import ModelFolders
 
 
 @dataclass
