@@ -27,23 +27,27 @@ _POINTERS = {
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """`arguments` by name: tensors, whole numbers, floats; None where a variant has no
-    such argument. `constants` are known to the compiler."""
+    such argument. `constants` are known to the compiler. Products are not fused with
+    sums unless `fuses`: kernels that store bytes promise them to the last bit."""
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
     constants: Mapping[str, Any]
     num_warps: int = 4
+    num_stages: int = 2
+    fuses: bool = False
 
     def launch(self) -> None:
-        """Runs the kernel on its tensors' device. No product is fused with a sum."""
+        """Runs the kernel on its tensors' device."""
         if 0 in self.grid:
             return
         self.kernel[self.grid](
             **self.arguments,
             **self.constants,
             num_warps=self.num_warps,
-            enable_fp_fusion=False,
+            num_stages=self.num_stages,
+            enable_fp_fusion=self.fuses,
         )
 
     def variant(self, name: str) -> KernelVariant:
@@ -56,7 +60,8 @@ class Call:
             signature={k: _type_of(v) for k, v in given.items()},
             constexprs={**absent, **self.constants},
             num_warps=self.num_warps,
-            enable_fp_fusion=False,
+            num_stages=self.num_stages,
+            enable_fp_fusion=self.fuses,
         )
 
 

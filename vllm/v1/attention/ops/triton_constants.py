@@ -62,6 +62,7 @@ def cell_constants(
     return Constants(
         FAMILY=family(fmt),
         NORM_CORRECTION=isinstance(fmt, TurboQuant) and fmt.norm_correction,
+        KEY_BITS=fmt.key_bits if isinstance(fmt, TurboQuant) else 0,
         D=head_size,
         DV=head_size_v,
         **types,
