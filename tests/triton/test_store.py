@@ -213,6 +213,28 @@ def test_pages_at_odd_bytes_are_written_bytewise() -> None:
         assert torch.equal(ours.cpu(), buffers[0])
 
 
+@pytest.mark.parametrize("far", [0, 1, 2], ids=["blocks", "heads", "states"])
+def test_pages_may_reach_beyond_31_bits(far: int) -> None:
+    """The memory between is reserved, never touched."""
+    fmt = by_name("int8_per_token_head")
+    width = fmt.packing(3, 64, 64).state_bytes
+    shape = (3, 3, 3, width)
+    strides = [9 * width, 3 * width, width, 1]
+    strides[far] = 2**30 + 2**12
+    reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    pages = torch.empty(reach, dtype=torch.uint8, device=DEVICE)
+    pages = pages.as_strided(shape, strides)
+    key = torch.randn(3, 3, 64, dtype=torch.bfloat16)
+    slots = torch.tensor([1, 5, 8])
+    moved = key.to(DEVICE)
+    triton_store.store(pages, slots.to(DEVICE), moved, moved, fmt)
+    wanted = torch.zeros(shape, dtype=torch.uint8)
+    fmt.store(wanted, slots, key, key)
+    for slot in slots.tolist():
+        block, state = divmod(slot, 3)
+        assert torch.equal(pages[block, :, state].cpu(), wanted[block, :, state])
+
+
 def test_an_empty_batch_writes_nothing() -> None:
     fmt = by_name("fp8_e4m3")
     pages = torch.full((1, 1, 16, 128), 7, dtype=torch.uint8, device=DEVICE)

@@ -23,7 +23,9 @@ def rows_of(slots_ptr, num_tokens, P: tl.constexpr, ROWS: tl.constexpr):
     slot = tl.where(written, slot, 0).to(tl.int32)
     block = slot // P.PAGE
     state = slot - block * P.PAGE
-    return token.to(tl.int64), head, block.to(tl.int64), state, written
+    # A cache with heads or states outermost reaches beyond 31 bits.
+    token, head = token.to(tl.int64), head.to(tl.int64)
+    return token, head, block.to(tl.int64), state.to(tl.int64), written
 
 
 @triton.jit

@@ -241,8 +241,8 @@ LATENT_SIZE = 576
 def variants() -> Iterator[KernelVariant]:
     """One per format, arrangement and head size, for bfloat16 models."""
     for fmt in all_formats():
-        fmt = fmt.resolve(torch.bfloat16)
-        if not serves(fmt) or fmt.alias_of:
+        named = fmt.resolve(torch.bfloat16) is fmt and not fmt.alias_of
+        if not (named and serves(fmt)):
             continue
         sizes = [(size, size) for size in HEAD_SIZES] + [(LATENT_SIZE, 0)]
         for arrangement in fmt.arrangements:
