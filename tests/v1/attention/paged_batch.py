@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -89,9 +90,8 @@ class PagedBatch:
         value = torch.cat([self._step(self.values, row) for row in step])
         query = torch.cat(self.queries)
         metadata = self.metadata()
-        self.impl.do_kv_cache_update(
-            self.layer, key, value, self.kv_cache, metadata.slot_mapping
-        )
+        slots = self.common().slot_mapping
+        self.impl.do_kv_cache_update(self.layer, key, value, self.kv_cache, slots)
         shape = (query.shape[0], self.case.num_heads, self.case.value_size)
         output = torch.full(shape, float("nan"), dtype=self.case.dtype)
         return self.impl.forward(
@@ -136,11 +136,18 @@ class PagedBatch:
         positions = torch.arange(start, end)
         return self.block_table[row].long()[positions // size] * size + positions % size
 
-    def metadata(self):
+    def metadata(self) -> Any:
+        """What the backend's builder makes of the batch."""
+        builder: type[AttentionMetadataBuilder] = self.backend.get_builder_cls()
+        device = torch.device("cpu")
+        made = builder(self.spec, ["layer"], self.vllm_config(), device)
+        return made.build(0, self.common())
+
+    def common(self) -> CommonAttentionMetadata:
         requests = self.case.requests
         starts = torch.tensor([0, *(n for n, _ in requests)]).cumsum(0).int()
         slots = [self.slots(r, c - n, c) for r, (n, c) in enumerate(requests)]
-        common = CommonAttentionMetadata(
+        return CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
             seq_lens=torch.tensor([c for _, c in requests], dtype=torch.int32),
@@ -152,8 +159,14 @@ class PagedBatch:
             slot_mapping=torch.cat(slots),
             causal=self.case.causal,
         )
-        builder: type[AttentionMetadataBuilder] = self.backend.get_builder_cls()
-        return builder(self.spec, ["layer"], None, torch.device("cpu")).build(0, common)
+
+    def vllm_config(self) -> SimpleNamespace:
+        """What a builder reads of a VllmConfig."""
+        layers = {"layer": SimpleNamespace(impl=self.impl)}
+        return SimpleNamespace(
+            compilation_config=SimpleNamespace(static_forward_context=layers),
+            model_config=SimpleNamespace(dtype=self.case.dtype),
+        )
 
     def _allocate(self) -> None:
         case, fmt = self.case, by_name(self.case.cache_dtype)

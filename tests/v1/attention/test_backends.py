@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from vllm.utils.import_utils import has_module
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -228,7 +229,7 @@ def test_an_impl_exists_or_its_absence_is_explained(backend):
         backend.get_impl_cls()
     assert backend.get_name() in reason
     for package in backend.required_packages:
-        assert package in reason or "no kernels" in reason
+        assert has_module(package) or package in reason
 
 
 @pytest.mark.parametrize(

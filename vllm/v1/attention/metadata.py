@@ -215,6 +215,11 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         """Metadata for a captured batch; its tensors are refilled before replay."""
         return self.build(0, common_attn_metadata)
 
+    def replan_for_graph(self, common_attn_metadata: CommonAttentionMetadata) -> None:
+        """Called before a captured batch of as many requests is replayed, with its
+        lengths and blocks. For kernels that are planned on the host; the tensors that
+        the captured metadata holds are refilled anyway."""
+
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Whether a shared prefix gets a pass of its own; no backend here does that."""
         return False
