@@ -7,7 +7,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tests.kv_transfer import block_bytes_connector
-from tests.kv_transfer.conftest import ModelFolders
 from tests.kv_transfer.engines import (
     assert_same,
     cached_of,
@@ -21,6 +20,7 @@ from tests.kv_transfer.engines import (
 from tests.kv_transfer.test_offloading_connector import end_transfers, forget_prefixes
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.testing.kv_connector.models import ModelFolders
 from vllm.v1.kv_formats import all_formats
 from vllm.v1.metrics.prometheus import PrometheusStatLogger
 
@@ -113,8 +113,8 @@ def test_children_are_named_and_must_be_known(tmp_path: Path) -> None:
     assert not support(config(example(tmp_path), third_party()))
     with pytest.raises(ValueError, match="needs children"):
         support(config())
-    with pytest.raises(ValueError, match="NixlConnector is not built in"):
-        support(config({"kv_connector": "NixlConnector"}))
+    with pytest.raises(ValueError, match="MooncakeConnector is not built in"):
+        support(config({"kv_connector": "MooncakeConnector"}))
 
 
 def test_numbers_of_children_reach_prometheus(

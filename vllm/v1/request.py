@@ -232,6 +232,26 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
 
+    def drop_last_prompt_token(self) -> None:
+        """Shortens a prompt, for another engine that goes on from what comes before its
+        last token. ValueError once anything is computed, and for a single token."""
+        if self.num_computed_tokens or self.num_output_tokens:
+            raise ValueError(f"request {self.request_id!r} has begun: its prompt stays")
+        if self.num_prompt_tokens < 2:
+            raise ValueError(
+                f"request {self.request_id!r} has {self.num_prompt_tokens} prompt "
+                "tokens: expected 2 or more"
+            )
+        end = self.num_prompt_tokens - 1
+        # The caller's lists stay as they are.
+        for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else value[:end])
+        del self._all_token_ids[end:]
+        self.num_prompt_tokens = end
+        self.block_hashes.clear()
+        self.update_block_hashes()
+
     @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens."""

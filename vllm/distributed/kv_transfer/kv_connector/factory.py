@@ -32,8 +32,6 @@ NOT_BUILT_IN = (
     "MoRIIOConnector",
     "MooncakeConnector",
     "MooncakeStoreConnector",
-    "NixlConnector",
-    "NixlPullConnector",
     "NixlPushConnector",
     "SimpleCPUOffloadConnector",
 )
@@ -152,5 +150,7 @@ for _name, _module in {
     "OffloadingConnector": "offloading_connector",
     "MultiConnector": "multi_connector",
     "DecodeBenchConnector": "decode_bench_connector",
+    "NixlConnector": "nixl_connector",
+    "NixlPullConnector": "nixl_connector",
 }.items():
     KVConnectorFactory.register_connector(_name, f"{_V1}.{_module}", _name)

@@ -12,14 +12,22 @@ from vllm.distributed.kv_transfer.kv_connector.page_table import (
     PageRow,
     page_table,
 )
+from vllm.distributed.kv_transfer.kv_connector.topology import (
+    EngineId,
+    EngineTransferInfo,
+    TransferTopology,
+)
 
 __all__ = [
     "BlockMover",
+    "EngineId",
+    "EngineTransferInfo",
     "FingerprintMismatch",
     "KVOutputAggregator",
     "LayerFingerprint",
     "LayoutFingerprint",
     "PageRow",
+    "TransferTopology",
     "layout_fingerprint",
     "page_table",
 ]

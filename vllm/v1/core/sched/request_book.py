@@ -41,14 +41,16 @@ class RequestBook:
         self._ended: list[tuple[Request, dict[str, Any] | None]] = []
 
     def add(self, request: Request) -> None:
-        """Queues a new request. ValueError when its id is in use."""
+        """Queues a new request. ValueError when its id is in use, or when a connector
+        refuses it."""
         if request.request_id in self.requests:
             raise ValueError(
                 f"request id {request.request_id!r} is in use: choose another one"
             )
+        # A connector may refuse what the request asks of it.
+        self.transfer.on_new_request(request)
         self.requests[request.request_id] = request
         self.waiting.add_request(request)
-        self.transfer.on_new_request(request)
 
     def finish(
         self, request_ids: str | Iterable[str] | None, status: RequestStatus

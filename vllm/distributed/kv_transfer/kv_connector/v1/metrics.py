@@ -87,6 +87,7 @@ TRANSFER_COUNTERS = {
     "damaged_blocks": "Stored KV blocks that were damaged, and computed again.",
     "failed_blocks": "KV blocks whose load or save failed.",
     "evicted_blocks": "KV blocks that a connector dropped to make room.",
+    "expired_requests": "Requests whose KV blocks nobody fetched in time.",
 }
 
 

@@ -1,0 +1,1 @@
+"""Parts of the NixlConnector: leases, side channel, transfers."""

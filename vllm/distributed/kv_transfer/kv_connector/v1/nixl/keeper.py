@@ -1,0 +1,199 @@
+"""Keeps pages in other engines alive while our requests want them.
+
+Knows requests of other engines by name. A thread of its own: an engine that computes
+for a long time does not lose what it waits for.
+"""
+
+import threading
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import zmq
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemotePrefill
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
+    Held,
+    Release,
+    Renew,
+    SideChannelLink,
+)
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
+
+Key = tuple[str, str]
+Address = tuple[str, int]
+
+# Between two looks at the sockets: while an answer is awaited, and otherwise.
+_BUSY_WAIT_S = 0.001
+_IDLE_WAIT_S = 0.1
+# Renewals in the time of a lease.
+_RENEWALS_A_LEASE = 3
+
+
+class Hold(Enum):
+    """What is known of pages in another engine."""
+
+    ASKED = auto()  # no answer yet
+    HELD = auto()
+    GONE = auto()  # it does not have them, or does not answer
+
+
+@dataclass
+class _Kept:
+    remote: RemotePrefill
+    state: Hold = Hold.ASKED
+    renew_at: float = 0.0
+
+
+@dataclass
+class _Asked:
+    keys: list[Key]
+    deadline: float
+
+
+class Keeper:
+    """Renews leases. `answer_timeout_s` without an answer is an answer: they are
+    gone."""
+
+    def __init__(self, answer_timeout_s: float) -> None:
+        self.answer_timeout_s = answer_timeout_s
+        self._lock = threading.Lock()
+        self._kept: dict[Key, _Kept] = {}
+        self._releases: list[RemotePrefill] = []
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+
+    # --- for the engine ---------------------------------------------------------------
+
+    def keep(self, remote: RemotePrefill) -> None:
+        """Asks for pages, and goes on asking until `drop`. ValueError for a host that
+        is not known."""
+        with self._lock:
+            self._kept.setdefault(remote.key, _Kept(remote))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="kv-lease-keeper", daemon=True
+                )
+                self._thread.start()
+        self._wake.set()
+
+    def state(self, key: Key) -> Hold:
+        with self._lock:
+            kept = self._kept.get(key)
+            return Hold.GONE if kept is None else kept.state
+
+    def drop(self, key: Key, release: bool) -> None:
+        """Asks no more; `release` tells the other engine that it can free the pages."""
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            if kept is not None and release and kept.state is not Hold.GONE:
+                self._releases.append(kept.remote)
+        self._wake.set()
+
+    def close(self) -> None:
+        """Releases everything. May be called twice."""
+        with self._lock:
+            self._releases += [kept.remote for kept in self._kept.values()]
+            self._kept.clear()
+            self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # --- the thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        links: dict[Address, SideChannelLink] = {}
+        asked: dict[tuple[Address, int], _Asked] = {}
+        try:
+            while self._one_round(context, links, asked):
+                self._wake.wait(_BUSY_WAIT_S if asked else _IDLE_WAIT_S)
+                self._wake.clear()
+        finally:
+            for link in links.values():
+                link.close()
+            context.term()
+
+    def _one_round(
+        self,
+        context: zmq.Context[Any],
+        links: dict[Address, SideChannelLink],
+        asked: dict[tuple[Address, int], _Asked],
+    ) -> bool:
+        """Sends what is due and takes in what came. False when all is over."""
+        now = time.monotonic()
+        with self._lock:
+            stopping = self._stopping
+            releases, self._releases = self._releases, []
+            due = self._take_due(now)
+        for remote in releases:
+            link = _link(context, links, (remote.host, remote.port))
+            if link is not None:
+                link.ask(Release(remote.request_id, None))
+        for address, keys in due.items():
+            link = _link(context, links, address)
+            if link is None:
+                self._note(keys, None)
+                continue
+            number = link.ask(Renew([request_id for _, request_id in keys]))
+            asked[address, number] = _Asked(keys, now + self.answer_timeout_s)
+        for address, link in links.items():
+            for number, answer in link.take_answers().items():
+                question = asked.pop((address, number), None)
+                if question is not None:
+                    self._note(question.keys, answer)
+        for place in [p for p, question in asked.items() if question.deadline < now]:
+            self._note(asked.pop(place).keys, None)
+        return not stopping
+
+    def _take_due(self, now: float) -> dict[Address, list[Key]]:
+        """What is to be renewed now, by engine. None of it is due again before its
+        answer came."""
+        due: dict[Address, list[Key]] = defaultdict(list)
+        for key, kept in self._kept.items():
+            if kept.state is not Hold.GONE and kept.renew_at <= now:
+                kept.renew_at = float("inf")
+                due[kept.remote.host, kept.remote.port].append(key)
+        return due
+
+    def _note(self, keys: list[Key], answer: Any) -> None:
+        held = answer if isinstance(answer, Held) else Held([], 0.0)
+        again = time.monotonic() + held.lease_s / _RENEWALS_A_LEASE
+        with self._lock:
+            for key in keys:
+                kept = self._kept.get(key)
+                if kept is None:
+                    continue
+                is_held = key[1] in held.request_ids
+                kept.state = Hold.HELD if is_held else Hold.GONE
+                kept.renew_at = again
+                if not is_held:
+                    why = "does not answer" if answer is None else "has let them go"
+                    logger.warning(
+                        "KV pages of request %s are gone: the engine on %s:%d %s",
+                        key[1],
+                        kept.remote.host,
+                        kept.remote.port,
+                        why,
+                    )
+
+
+def _link(
+    context: zmq.Context[Any],
+    links: dict[Address, SideChannelLink],
+    address: Address,
+) -> SideChannelLink | None:
+    """The link to an engine, None for a host that is not known."""
+    if address not in links:
+        try:
+            links[address] = SideChannelLink(context, *address)
+        except ValueError as error:
+            logger.warning("%s", error)
+            return None
+    return links[address]

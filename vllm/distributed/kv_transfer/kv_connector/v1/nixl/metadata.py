@@ -1,0 +1,138 @@
+"""What a request's `kv_transfer_params` say, and what the two sides tell each other.
+
+Knows names of fields. Knows nothing of blocks' content and of sockets.
+"""
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Rows
+
+#: Stands for a block that a group does not keep.
+NO_BLOCK = -1
+_DIGEST_BYTES = 16
+
+
+def prompt_digest(request: Any, num_tokens: int) -> str | None:
+    """A name of what the first `num_tokens` tokens were computed from; None where no
+    token says it."""
+    if request.prompt_embeds is not None:
+        return None
+    lora = request.lora_request
+    media = [
+        (item.identifier, item.mm_position.offset)
+        for item in request.mm_features
+        if item.mm_position.offset < num_tokens
+    ]
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    state.update(array("q", request.all_token_ids[:num_tokens]).tobytes())
+    state.update(repr((media, None if lora is None else lora.lora_name)).encode())
+    return state.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemotePrefill:
+    """Pages of a prompt in another engine.
+
+    `block_ids` are by group and position, NO_BLOCK where none is kept; they hold the
+    first `num_tokens` tokens of the prompt that `prompt_hash` names.
+    """
+
+    engine_id: str
+    request_id: str
+    host: str
+    port: int
+    tp_size: int
+    num_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+    prompt_hash: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.engine_id, self.request_id
+
+    def to_params(self) -> dict[str, Any]:
+        """The answer of the prefill engine, which is the decode engine's question."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_block_ids": [list(ids) for ids in self.block_ids],
+            "remote_num_tokens": self.num_tokens,
+            "remote_prompt_hash": self.prompt_hash,
+            "tp_size": self.tp_size,
+        }
+
+    @classmethod
+    def from_params(cls, params: dict[str, Any]) -> "RemotePrefill":
+        """The reverse. ValueError naming the field that is missing or unfit."""
+        groups = _get(params, "remote_block_ids", list)
+        if groups and isinstance(groups[0], int):
+            groups = [groups]  # of a single group
+        for group in groups:
+            if not isinstance(group, list) or not all(type(i) is int for i in group):
+                raise _unfit("remote_block_ids", groups, "lists of block ids")
+        return cls(
+            engine_id=_get(params, "remote_engine_id", str),
+            request_id=_get(params, "remote_request_id", str),
+            host=_get(params, "remote_host", str),
+            port=_get(params, "remote_port", int),
+            tp_size=_get(params, "tp_size", int),
+            num_tokens=_get(params, "remote_num_tokens", int),
+            block_ids=tuple(tuple(group) for group in groups),
+            prompt_hash=params.get("remote_prompt_hash"),
+        )
+
+
+def _get(params: dict[str, Any], name: str, kind: type) -> Any:
+    value = params.get(name)
+    if type(value) is not kind:
+        raise _unfit(name, value, kind.__name__)
+    return value
+
+
+def _unfit(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(
+        f"kv_transfer_params with do_remote_prefill have {name} {value!r}: expected "
+        f"{expected}, as the prefill engine answered"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOrder:
+    """Blocks of a request to read, by group: ours, and those of `remote`."""
+
+    request_id: str
+    remote: RemotePrefill
+    local_block_ids: tuple[tuple[int, ...], ...]
+    remote_block_ids: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.local_block_ids))
+
+
+@dataclass
+class NixlConnectorMetadata(KVConnectorMetadata):
+    """Loads to start, and requests whose pages nobody reads any more."""
+
+    loads: list[LoadOrder] = field(default_factory=list)
+    sent: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NixlAgentMetadata(KVConnectorHandshakeMetadata):
+    """How one worker's pages can be read, and what they are."""
+
+    agent: bytes
+    rows: Rows
+    fingerprint: dict[str, Any]
