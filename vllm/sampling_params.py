@@ -129,6 +129,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
         self.stop = list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = list(self.bad_words or [])
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
         if self.seed == -1:
             self.seed = None
         if 0 < self.temperature < _MIN_TEMPERATURE:

@@ -16,6 +16,7 @@ from vllm.v1.sample.logits_processor import (
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
     MoveDirectionality,
+    StructuredOutputLogitsProcessor,
     build_logitsprocs,
     load_custom_logitsprocs,
 )
@@ -127,7 +128,11 @@ def test_processors_are_sorted_by_whether_the_argmax_stays():
     kinds = {type(p) for p in processors.argmax_invariant}
     assert kinds == {MinPLogitsProcessor, Doubler}
     kinds = {type(p) for p in processors.non_argmax_invariant}
-    assert kinds == {LogitBiasLogitsProcessor, MinTokensLogitsProcessor}
+    assert kinds == {
+        LogitBiasLogitsProcessor,
+        MinTokensLogitsProcessor,
+        StructuredOutputLogitsProcessor,
+    }
 
 
 @pytest.mark.parametrize("separator", [":", "."])

@@ -3,24 +3,25 @@
 Says which fields exist and what they mean to the sampler. Knows nothing of the engine.
 """
 
+import math
 import time
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from vllm.entrypoints.openai.output_form import structured_outputs
 from vllm.entrypoints.openai.protocol_base import OpenAIModel, random_uuid
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-# Constraints on the form of the output: refused, because ignoring one would silently
-# return unconstrained text.
-_CONSTRAINTS = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-)
+# Former names of constraints on the form of the output: refused, because ignoring one
+# would silently return unconstrained text.
+_FORMER_CONSTRAINTS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 
 class ErrorInfo(BaseModel):
@@ -124,24 +125,17 @@ class GenerationRequest(OpenAIModel):
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    structured_outputs: Any = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_common(self) -> "GenerationRequest":
-        for name in _CONSTRAINTS:
+        for name, now in _FORMER_CONSTRAINTS.items():
             if getattr(self, name) is not None:
                 raise VLLMValidationError(
-                    f"{name}: constrained output is not supported by this server; "
-                    "leave the field out",
+                    f'{name} is gone: use "structured_outputs": {{"{now}": …}}',
                     parameter=name,
                 )
-        wanted = self.response_format
-        kind = "text" if wanted is None else wanted.get("type")
-        if kind != "text":
-            raise VLLMValidationError(
-                f"response_format type {kind!r} is not supported: expected 'text'",
-                parameter="response_format",
-            )
+        structured_outputs(self.structured_outputs, self.response_format)
         if self.use_beam_search:
             raise VLLMValidationError(
                 "use_beam_search is not supported: sample with n instead",
@@ -150,6 +144,11 @@ class GenerationRequest(OpenAIModel):
         if self.stream_options is not None and not self.stream:
             raise VLLMValidationError(
                 "stream_options needs stream=true", parameter="stream_options"
+            )
+        if self.truncate_prompt_tokens == 0:
+            raise VLLMValidationError(
+                "truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0",
+                parameter="truncate_prompt_tokens",
             )
         if self.cache_salt is not None and not self.cache_salt:
             raise VLLMValidationError(
@@ -189,6 +188,9 @@ class GenerationRequest(OpenAIModel):
             bad_words=self.bad_words,
             allowed_token_ids=self.allowed_token_ids,
             logit_bias=self._logit_bias(),
+            structured_outputs=structured_outputs(
+                self.structured_outputs, self.response_format
+            ),
             output_kind=kind,
             extra_args=extra or None,
         )
@@ -197,15 +199,13 @@ class GenerationRequest(OpenAIModel):
     def _logit_bias(self) -> dict[int, float] | None:
         if self.logit_bias is None:
             return None
-        try:
-            return {
-                int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()
-            }
-        except ValueError:
-            raise VLLMValidationError(
-                f"logit_bias keys must be token ids, got {list(self.logit_bias)}",
-                parameter="logit_bias",
-            ) from None
+        for token, bias in self.logit_bias.items():
+            if not (token.isascii() and token.isdigit()) or math.isnan(bias):
+                raise VLLMValidationError(
+                    f"logit_bias must map token ids to numbers, got {token!r}: {bias}",
+                    parameter="logit_bias",
+                )
+        return {int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()}
 
     @property
     def include_usage(self) -> bool:
@@ -316,9 +316,11 @@ class ChatCompletionRequest(GenerationRequest):
                 "messages must hold at least one message", parameter="messages"
             )
         for i, message in enumerate(self.messages):
-            if not isinstance(message.get("role"), str):
+            role = message.get("role")
+            if not isinstance(role, str) or not role:
                 raise VLLMValidationError(
-                    f"messages[{i}] needs a role", parameter=f"messages[{i}].role"
+                    f"messages[{i}].role must be a non-empty string, got {role!r}",
+                    parameter=f"messages[{i}].role",
                 )
         if self.top_logprobs and not self.logprobs:
             raise VLLMValidationError(

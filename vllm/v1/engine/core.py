@@ -148,27 +148,45 @@ class EngineCore:
             new = Request.from_engine_core_request(request, self._block_hasher)
             if new.use_structured_output:
                 self.structured_output_manager.grammar_init(new)
-            self.scheduler.add_request(new)
+            else:
+                self.scheduler.add_request(new)
         except Exception as error:
-            logger.warning("request %s refused: %s", request.request_id, error)
-            self._failures[request.client_index].append(
-                EngineCoreOutput(
-                    request.request_id,
-                    [],
-                    finish_reason=FinishReason.ERROR,
-                    stop_reason=str(error) or type(error).__name__,
-                )
+            self._refuse(request.request_id, request.client_index, error)
+
+    def _refuse(self, request_id: str, client: int, error: BaseException) -> None:
+        logger.warning("request %s refused: %s", request_id, error)
+        self._failures[client].append(
+            EngineCoreOutput(
+                request_id,
+                [],
+                finish_reason=FinishReason.ERROR,
+                stop_reason=str(error) or type(error).__name__,
             )
+        )
+
+    def _add_compiled(self) -> None:
+        """Queues the requests whose grammars are compiled by now."""
+        for request, error in self.structured_output_manager.take_compiled():
+            try:
+                if error is not None:
+                    raise error
+                self.scheduler.add_request(request)
+            except Exception as refusal:
+                self._refuse(request.request_id, request.client_index, refusal)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """Ends requests without further outputs; unknown ids are ignored."""
-        self.scheduler.finish_requests(
-            list(request_ids), RequestStatus.FINISHED_ABORTED
-        )
+        ids = list(request_ids)
+        self.structured_output_manager.abort(ids)
+        self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 
     def has_work(self) -> bool:
-        """Says whether a step would do anything."""
-        return bool(self._failures) or self.scheduler.has_requests()
+        """Says whether a step would do anything, or soon will."""
+        return (
+            bool(self._failures)
+            or self.scheduler.has_requests()
+            or self.structured_output_manager.has_compilations()
+        )
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """One step: the news by client, and whether the model ran.
@@ -177,6 +195,8 @@ class EngineCore:
         """
         outputs: dict[int, EngineCoreOutputs] = {}
         model_ran = False
+        if self.structured_output_manager.has_compilations():
+            self._add_compiled()
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             try:
@@ -254,6 +274,7 @@ class EngineCore:
         """Frees workers, connector and publishers; may be called twice."""
         if self.vllm_config.kv_transfer_is_on:
             self._end_transfers()
+        self.structured_output_manager.shutdown()
         self.scheduler.shutdown()
         self.model_executor.shutdown()
 

@@ -12,15 +12,13 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.structured_output import check_structured_outputs
 
 # Fields of SamplingParams that no part of this engine acts on.
-_UNSUPPORTED_PARAMS = (
-    "structured_outputs",
-    "thinking_token_budget",
-)
+_UNSUPPORTED_PARAMS = ("thinking_token_budget",)
 
 
 def load_tokenizer(model_config: ModelConfig) -> Any:
@@ -195,6 +193,8 @@ class InputProcessor:
                 "dict per token",
                 parameter="flat_logprobs",
             )
+        if params.structured_outputs is not None:
+            self._check_structured_outputs(params.structured_outputs)
         if self.tokenizer is None:
             for name in ("stop", "bad_words"):
                 if getattr(params, name):
@@ -204,6 +204,11 @@ class InputProcessor:
                         parameter=name,
                     )
 
+    def _check_structured_outputs(self, wanted: StructuredOutputsParams) -> None:
+        config = self.vllm_config.structured_outputs_config
+        wanted.disable_any_whitespace |= config.disable_any_whitespace
+        check_structured_outputs(wanted, self.model_config)
+
     def _checked_logprobs(self, name: str, wanted: int | None) -> int | None:
         """The number to compute; -1 becomes the whole vocabulary."""
         if wanted is None:
@@ -212,8 +217,9 @@ class InputProcessor:
         limit = self.vocab_size if limit == -1 else min(limit, self.vocab_size)
         count = self.vocab_size if wanted == -1 else wanted
         if count > limit:
+            asked = f"{wanted}, the whole vocabulary," if wanted == -1 else f"{wanted}"
             raise VLLMValidationError(
-                f"{name} {wanted} is above the limit of {limit} that this engine was "
+                f"{name} {asked} is above the limit of {limit} that this engine was "
                 "started with: ask for fewer, or raise --max-logprobs (-1: no limit)",
                 parameter=name,
                 value=wanted,

@@ -23,6 +23,7 @@ from vllm.v1.sample.logits_processor.interface import (
     MoveDirectionality,
 )
 from vllm.v1.sample.logits_processor.state import BatchUpdateBuilder, LogitsProcessors
+from vllm.v1.sample.logits_processor.structured import StructuredOutputLogitsProcessor
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,6 +35,7 @@ BUILTIN_LOGITS_PROCESSORS: tuple[type[LogitsProcessor], ...] = (
     MinTokensLogitsProcessor,
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
+    StructuredOutputLogitsProcessor,
 )
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
     "MoveDirectionality",
+    "StructuredOutputLogitsProcessor",
     "build_logitsprocs",
     "load_custom_logitsprocs",
     "process_dict_updates",
