@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="deepseek_v4:cells has no Triton kernel"):
         triton_store.store(pages, slots, key, None, by_id("deepseek_v4"))
     odd = torch.zeros(1 + 16 * 256, dtype=torch.uint8, device=DEVICE)[1:]
-    with pytest.raises(ValueError, match="not aligned to its 2 bytes"):
+    with pytest.raises(ValueError, match="is not aligned to its 2 bytes"):
         moved = key[:, :1].bfloat16()
         triton_store.store(
             odd.view(1, 1, 16, 256), slots, moved, moved, by_name("bfloat16")

@@ -22,24 +22,32 @@ _WIDEST_LOAD = 16
 class Constants:
     """Named values that are equal, hashed and printed by value, as constexprs must be.
 
-    An unknown name is an AttributeError when the kernel is compiled.
+    An unknown name is an AttributeError when the kernel is compiled. Triton asks for
+    text and hash at every launch, so both are made once.
     """
 
-    def __init__(self, **values: int | str | bool) -> None:
-        self.__dict__.update(values)
+    __slots__ = ("_text", "_values")
+
+    def __init__(self, **values: int | str | bool | Constants) -> None:
+        named = (f"{name}={value!r}" for name, value in sorted(values.items()))
+        self._values = values
+        self._text = f"Constants({', '.join(named)})"
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{name} is not among {', '.join(sorted(self.__dict__))}")
+        if name in Constants.__slots__:  # a copy under construction
+            raise AttributeError(name)
+        if name not in self._values:
+            raise AttributeError(f"{name} is not among {', '.join(self._values)}")
+        return self._values[name]
 
     def __repr__(self) -> str:
-        values = (f"{name}={value!r}" for name, value in sorted(self.__dict__.items()))
-        return f"Constants({', '.join(values)})"
+        return self._text
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constants) and self.__dict__ == other.__dict__
+        return isinstance(other, Constants) and self._text == other._text
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self._text)
 
 
 @lru_cache(maxsize=256)

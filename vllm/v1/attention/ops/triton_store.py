@@ -7,6 +7,7 @@ page's strides (`P`) and the tensors. The mathematics is in the kernels' modules
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, sqrt
 from typing import Any
@@ -72,54 +73,24 @@ def store_call(
     scales: KVScales = UNIT_SCALES,
 ) -> Call:
     """The launch that `store` makes."""
-    fmt, pages = fmt.resolve(key.dtype), as_bytes(pages)
-    kernel = _kernel_of(fmt)
-    if kernel is None:
-        raise ValueError(
-            f"KV cache format {fmt.format_id} has no Triton kernel that stores it: "
-            "store it through the format itself"
-        )
-    key = key if key.stride(-1) == 1 else key.contiguous()
-    if value is not None and value.stride(-1) != 1:
-        value = value.contiguous()
+    pages, key = as_bytes(pages), _packed(key)
+    value = None if value is None else _packed(value)
     size, size_v = key.shape[-1], 0 if value is None else value.shape[-1]
-    layout = fmt.layout(size, size_v, key.dtype)
-    tokens = slot_mapping.shape[0]
-    too_few = key.shape[0] < tokens or (
-        value is not None
-        and (value.shape[0] < tokens or value.shape[1] != key.shape[1])
-    )
-    if too_few or slot_mapping.stride() != (1,):
-        raise ValueError(
-            f"key {tuple(key.shape)} and value "
-            f"{None if value is None else tuple(value.shape)} for {tokens} slots of "
-            f"stride {slot_mapping.stride()}: expected a vector, a row of each per "
-            "slot, and equal heads"
-        )
-    if pages.shape[1] != key.shape[1] * layout.num_sides:
-        raise ValueError(
-            f"KV cache format {fmt.name}: {key.shape[1]} KV heads need "
-            f"{key.shape[1] * layout.num_sides} head slots, the pages "
-            f"{tuple(pages.shape)} have {pages.shape[1]}"
-        )
-    place = _place(
-        layout, tuple(pages.shape), pages.stride(), pages.data_ptr() % _WIDEST_STORE
-    )
-    constants = _constants(fmt, layout, size, size_v)
-    table, table_v = _tables(fmt, size, size_v, key.device)
-    num_rows = tokens * key.shape[1]
-    sides = 2 if size_v else 1
+    bound = _bind(fmt, size, size_v, key.dtype, key.device)
+    _check(bound, pages, slot_mapping, key, value)
+    tokens, heads = slot_mapping.shape[0], key.shape[1]
+    misalignment = pages.data_ptr() % _WIDEST_STORE
     return Call(
-        kernel=kernel,
-        grid=(cdiv(num_rows, constants["ROWS"]), sides),
+        kernel=bound.kernel,
+        grid=(cdiv(tokens * heads, bound.constants["ROWS"]), 2 if size_v else 1),
         arguments={
             "key_ptr": key,
             "value_ptr": value,
             "slots_ptr": slot_mapping,
             "pages_ptr": pages,
-            "k_table_ptr": table,
-            "v_table_ptr": table_v,
-            "k_scale": _key_factor(fmt, size, scales),
+            "k_table_ptr": bound.k_table,
+            "v_table_ptr": bound.v_table,
+            "k_scale": float(bound.rotation_factor or scales.k),
             "v_scale": float(scales.v),
             "num_tokens": tokens,
             "key_token_stride": key.stride(0),
@@ -127,8 +98,82 @@ def store_call(
             "value_token_stride": 0 if value is None else value.stride(0),
             "value_head_stride": 0 if value is None else value.stride(1),
         },
-        constants={"P": place, **constants},
+        constants={
+            "P": _place(bound, pages.shape, pages.stride(), misalignment),
+            **bound.constants,
+        },
     )
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Bound:
+    """What a format gives its kernel at one pair of head sizes.
+
+    Tables are float32 vectors or None: signs of rotations, or bounds between centroids.
+    `rotation_factor` takes the place of the keys' scale in formats that rotate keys
+    and have no such scale.
+    """
+
+    fmt: KVFormat
+    layout: StateLayout
+    kernel: Any
+    constants: dict[str, Any]
+    k_table: torch.Tensor | None
+    v_table: torch.Tensor | None
+    rotation_factor: float | None
+
+
+@lru_cache(maxsize=256)
+def _bind(
+    fmt: KVFormat, size: int, size_v: int, dtype: torch.dtype, device: torch.device
+) -> _Bound:
+    fmt = fmt.resolve(dtype)
+    kernel = _kernel_of(fmt)
+    if kernel is None:
+        raise ValueError(
+            f"KV cache format {fmt.format_id} has no Triton kernel that stores it: "
+            "store it through the format itself"
+        )
+    layout = fmt.layout(size, size_v, dtype)
+    k_table, v_table = _tables(fmt, size, size_v, device)
+    turbo = isinstance(fmt, TurboQuant)
+    return _Bound(
+        fmt=fmt,
+        layout=layout,
+        kernel=kernel,
+        constants=_constants(fmt, layout, size, size_v),
+        k_table=k_table,
+        v_table=v_table,
+        rotation_factor=1.0 / sqrt(block_size(size)) if turbo else None,
+    )
+
+
+def _check(
+    bound: _Bound,
+    pages: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor | None,
+) -> None:
+    tokens, heads = slot_mapping.shape[0], key.shape[1]
+    rows = [x for x in (key, value) if x is not None]
+    fits = all(x.shape[0] >= tokens and x.shape[1] == heads for x in rows)
+    if not fits or slot_mapping.stride() != (1,):
+        raise ValueError(
+            f"vectors {[tuple(x.shape) for x in rows]} for {tokens} slots of stride "
+            f"{slot_mapping.stride()}: expected a row of each per slot, equal heads, "
+            "and contiguous slots"
+        )
+    slots = heads * bound.layout.num_sides
+    if pages.shape[1] != slots:
+        raise ValueError(
+            f"KV cache format {bound.fmt.name}: {heads} KV heads need {slots} head "
+            f"slots, the pages {tuple(pages.shape)} have {pages.shape[1]}"
+        )
 
 
 def _kernel_of(fmt: KVFormat) -> Any:
@@ -147,20 +192,12 @@ def _kernel_of(fmt: KVFormat) -> Any:
     return store_plain_kernel if plain else None
 
 
-def _key_factor(fmt: KVFormat, size: int, scales: KVScales) -> float:
-    if isinstance(fmt, TurboQuant):
-        return 1.0 / sqrt(block_size(size))
-    return float(scales.k)
-
-
-@lru_cache(maxsize=256)
-def table_constants(layout: StateLayout) -> Constants:
+def _table_constants(layout: StateLayout) -> Constants:
     """The numbers of a table by its names, and NAME_DTYPE for every field."""
     types = {f"{f.name.upper()}_DTYPE": f.dtype for f in layout.fields}
     return Constants(**layout.constants(), **types)
 
 
-@lru_cache(maxsize=256)
 def _constants(
     fmt: KVFormat, layout: StateLayout, size: int, size_v: int
 ) -> dict[str, Any]:
@@ -168,7 +205,7 @@ def _constants(
     width = max(_MIN_WIDTH, triton.next_power_of_2(size))
     width_v = max(_MIN_WIDTH, triton.next_power_of_2(size_v)) if size_v else _MIN_WIDTH
     constants: dict[str, Any] = {
-        "C": table_constants(layout),
+        "C": _table_constants(layout),
         "ROWS": max(1, _TILE // max(width, width_v)),
         "WIDTH": width,
         "WIDTH_V": width_v,
@@ -184,11 +221,9 @@ def _constants(
     return constants
 
 
-@lru_cache(maxsize=256)
 def _tables(
     fmt: KVFormat, size: int, size_v: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Signs of rotations or bounds between centroids: float32, once per device."""
     if fmt.mode is KVQuantMode.INT4_PER_TOKEN_HEAD:
         signs_v = rht_signs(size_v).to(device) if size_v else None
         return rht_signs(size).to(device), signs_v
@@ -199,8 +234,8 @@ def _tables(
 
 @lru_cache(maxsize=256)
 def _place(
-    layout: StateLayout,
-    shape: tuple[int, ...],
+    bound: _Bound,
+    shape: torch.Size,
     strides: tuple[int, ...],
     misalignment: int,
 ) -> Constants:
@@ -212,6 +247,7 @@ def _place(
     ValueError for torn pages, and where a vector of numbers would not be aligned to
     them.
     """
+    layout = bound.layout
     pages = torch.empty_strided(shape, strides, dtype=torch.uint8, device="meta")
     values, steps = {}, [misalignment, _WIDEST_STORE]
     for field in layout.fields:
@@ -227,8 +263,8 @@ def _place(
         vector = size > 1 and (field.count or 0) > 1
         if vector and gcd(align, layout.record_offset(field.name)) % size:
             raise ValueError(
-                f"field {field.name!r} of pages {shape} with strides {strides} is not "
-                f"aligned to its {size} bytes: align pages and strides"
+                f"field {field.name!r} of pages {tuple(shape)} with strides {strides} "
+                f"is not aligned to its {size} bytes: align pages and strides"
             )
     heads = shape[1] // layout.num_sides
     return Constants(PAGE=shape[2], HEADS=heads, ALIGN=align, **values)
