@@ -19,8 +19,15 @@ from tests.triton.test_store import (
     vectors,
 )
 from tests.v1.kv_formats.helpers import AXIS_ORDERS, make_pages
-from vllm.v1.attention.ops import cpu_cells, cpu_kernels, cpu_latent, triton_store
-from vllm.v1.kv_formats import by_id, rearrange
+from vllm.v1.attention.ops import (
+    cpu_cells,
+    cpu_kernels,
+    cpu_latent,
+    triton_batch,
+    triton_paged,
+    triton_store,
+)
+from vllm.v1.kv_formats import rearrange
 from vllm.v1.kv_formats.turboquant import TurboQuant
 
 pytestmark = needs_library
@@ -119,30 +126,58 @@ def test_other_arrangements_are_the_same_fields(name: str, arrangement: str) -> 
     assert_same(case, ours, theirs)
 
 
+# One query over 20 keys in blocks 2 and 0, in that order.
+TABLE = torch.tensor([[2, 0]], dtype=torch.int32)
+SLOTS = torch.cat((torch.arange(32, 48), torch.arange(4)))
+STARTS, LENGTHS = torch.tensor([0, 1]).int(), torch.tensor([20]).int()
+
+
+def attended_on_the_cpu(
+    case: Case, query: torch.Tensor, pages: torch.Tensor
+) -> torch.Tensor:
+    out = torch.empty_like(query)
+    batch = STARTS, LENGTHS, TABLE
+    sizes = case.sizes
+    cpu_kernels.paged_attention(
+        out, query, pages, case.fmt, *batch, *sizes, 0.125, scales=SCALES
+    )
+    return out
+
+
+def attended_by_triton(
+    case: Case, query: torch.Tensor, pages: torch.Tensor
+) -> torch.Tensor:
+    out = torch.empty_like(query, device=DEVICE)
+    requests = triton_batch.Requests(
+        query_start_loc=STARTS.to(DEVICE),
+        seq_lens=LENGTHS.to(DEVICE),
+        block_table=TABLE.to(DEVICE),
+        max_query_len=1,
+        max_seq_len=20,
+    )
+    triton_paged.paged_attention(
+        out,
+        query.to(DEVICE),
+        pages.to(DEVICE),
+        case.fmt,
+        requests,
+        0.125,
+        scales=SCALES,
+    )
+    return out.cpu()
+
+
 @pytest.mark.parametrize("name", SHARED)
-def test_the_cpu_attends_to_what_triton_wrote(name: str) -> None:
+def test_each_attends_to_what_the_other_wrote(name: str) -> None:
     case = case_of(name)
     key, value = vectors(case, 20)
     assert value is not None
-    table = torch.tensor([[2, 0]], dtype=torch.int32)
-    slots = torch.cat((torch.arange(32, 48), torch.arange(4)))
     query = torch.randn(1, 3, 64).bfloat16()
-    outputs = []
-    for write in (by_triton, by_cpu):
-        _, pages = write(case, slots, key, value)
-        out = torch.empty_like(query)
-        cpu_kernels.paged_attention(
-            out,
-            query,
-            pages,
-            by_id(name),
-            torch.tensor([0, 1], dtype=torch.int32),
-            torch.tensor([20], dtype=torch.int32),
-            table,
-            64,
-            64,
-            0.125,
-            scales=SCALES,
-        )
-        outputs.append(out)
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=0.02, atol=0.01)
+    _, theirs = by_cpu(case, SLOTS, key, value)
+    wanted = attended_on_the_cpu(case, query, theirs)
+    _, ours = by_triton(case, SLOTS, key, value)
+    read = [attended_on_the_cpu(case, query, ours)]
+    if triton_paged.serves(case.fmt):
+        read.append(attended_by_triton(case, query, theirs))
+    for out in read:
+        torch.testing.assert_close(out, wanted, rtol=0.02, atol=0.02)
