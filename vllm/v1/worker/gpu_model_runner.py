@@ -34,6 +34,8 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.sample.logits_processor import build_logitsprocs
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.decode_graphs import DecodeGraphs, graph_sizes, why_not_captured
+from vllm.v1.worker.device import RunnerDevice
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.input_prep import InputPreparer, StepInputs
 from vllm.v1.worker.kv_cache_init import (
@@ -90,6 +92,7 @@ class GPUModelRunner:
         self.reorder_threshold: int | None = None
         self.kv_caches: dict[str, Any] = {}
         self.connector: ConnectorSteps | None = None
+        self.graphs: DecodeGraphs | None = None
 
     @property
     def requests(self) -> dict[str, Any]:
@@ -254,6 +257,30 @@ class GPUModelRunner:
                 kernel_sizes[group_id],
             )
 
+    def graph_sizes(self, device: RunnerDevice) -> list[int]:
+        """Batches of decodes that may be captured on this device."""
+        if not device.captures_graphs or self.model_config.enforce_eager:
+            return []
+        asked = self.vllm_config.compilation_config.cudagraph_capture_sizes
+        return graph_sizes(self.max_num_reqs, asked)
+
+    def capture_graphs(self, device: RunnerDevice) -> None:
+        """Captures decode steps where device, configuration and backends allow it."""
+        reason = why_not_captured(device, self.vllm_config, self.attn_groups)
+        if reason:
+            logger.info("Decode steps are not captured: %s", reason)
+            return
+        self.graphs = DecodeGraphs(
+            device=device,
+            vllm_config=self.vllm_config,
+            model=self.model,
+            inputs=self.inputs,
+            block_tables=self.input_batch.block_table.block_tables,
+            attn_groups=self.attn_groups,
+            sizes=self.graph_sizes(device),
+        )
+        self.graphs.capture()
+
     def set_kv_connector(self, connector: Any) -> None:
         """Takes a connector (see KVConnectorBase_V1) and gives it the caches."""
         self.connector = ConnectorSteps(connector)
@@ -329,7 +356,9 @@ class GPUModelRunner:
             if self.connector is not None:
                 around = self.connector.around_forward(scheduled, context)
             with around as transfers:
-                hidden = self.model(step.input_ids, step.positions)
+                hidden = None if self.graphs is None else self.graphs.run(step)
+                if hidden is None:
+                    hidden = self.model(step.input_ids, step.positions)
         return hidden, transfers
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 from vllm.config import VllmConfig
+from vllm.utils.import_utils import resolve
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_KV_TRANSFER_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 
 
 class WorkerBase(ABC):
@@ -70,7 +73,17 @@ class WorkerBase(ABC):
         return {} if told is None else {divmod(self.rank, num_ranks): told}
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self.model_runner.initialize_kv_cache(kv_cache_config)
+        """Allocates the planned caches, and gives them to the connector, if any."""
+        if not self.vllm_config.kv_transfer_is_on:
+            self.model_runner.initialize_kv_cache(kv_cache_config)
+            return
+        # The connector comes first: it may say from which memory the caches are taken.
+        start = resolve(f"{_KV_TRANSFER_STATE}:ensure_kv_transfer_initialized")
+        start(self.vllm_config, kv_cache_config)
+        connector = resolve(f"{_KV_TRANSFER_STATE}:get_kv_transfer_group")()
+        with connector.get_mem_pool_context():
+            self.model_runner.initialize_kv_cache(kv_cache_config)
+        self.model_runner.set_kv_connector(connector)
 
     def compile_or_warm_up_model(self) -> None:
         """Runs once what is slow the first time."""

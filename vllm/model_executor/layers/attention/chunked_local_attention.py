@@ -14,7 +14,11 @@ import torch
 
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.attention import Attention
-from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    CommonAttentionMetadata,
+)
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     KVCacheSpec,
@@ -60,6 +64,8 @@ def in_chunks(
         """Builds the metadata of the cut batch."""
 
         supports_update_block_table = False
+        # How a batch is cut depends on lengths, which a captured graph is not told.
+        _cudagraph_support = AttentionCGSupport.NEVER
 
         def build(
             self,
