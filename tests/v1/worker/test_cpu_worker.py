@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.v1.worker.steps import Steps, make_config, save_tiny_llama, start
-from vllm.v1.worker.cpu_worker import CPUWorker, parse_cpu_list
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.layer_specs import (
     describe_formats,
     get_kv_cache_specs,
@@ -20,20 +20,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama")
     save_tiny_llama(folder)
     return folder
-
-
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [("0", [0]), ("0-3", [0, 1, 2, 3]), ("8,0-1, 4", [0, 1, 4, 8]), ("2,2", [2])],
-)
-def test_cpu_lists_are_read(text, want):
-    assert parse_cpu_list(text) == want
-
-
-@pytest.mark.parametrize("text", ["a", "1-", "1-x", "", "1,,2"])
-def test_broken_cpu_lists_are_refused(text):
-    with pytest.raises(ValueError, match="VLLM_CPU_OMP_THREADS_BIND"):
-        parse_cpu_list(text)
 
 
 def test_more_memory_than_the_host_has_is_refused(folder):

@@ -1,5 +1,6 @@
 """Builds a model and fills it with weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -45,13 +46,15 @@ def get_model(
     model_config: ModelConfig | None = None,
     load_config: LoadConfig | None = None,
     prefix: str = "",
+    on_built: Callable[[], None] | None = None,
     **_: Any,
 ) -> nn.Module:
     """The model of `vllm_config` on its device, filled and in eval mode.
 
-    Its attention layers are registered in the config's static_forward_context. Raises
-    ValueError, before any weight is allocated, when the files do not fit the model.
+    Its attention layers are registered in the config's static_forward_context, and
+    `on_built` is called once they are: before any weight is read. Raises ValueError,
+    before any weight is allocated, when the files do not fit the model.
     """
     model_config = model_config or vllm_config.model_config
     loader = get_model_loader(load_config or vllm_config.load_config, model_config)
-    return loader.load_model(vllm_config, model_config, prefix)
+    return loader.load_model(vllm_config, model_config, prefix, on_built)

@@ -4,7 +4,7 @@ Knows no file format; a loader opens one as a `Checkpoint`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, Protocol
@@ -45,7 +45,11 @@ class BaseModelLoader(ABC):
         """
 
     def load_model(
-        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+        self,
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+        prefix: str = "",
+        on_built: Callable[[], None] | None = None,
     ) -> nn.Module:
         """Builds and fills the model; see `get_model`."""
         started = perf_counter()
@@ -59,6 +63,8 @@ class BaseModelLoader(ABC):
             torch.device("meta" if planned else device),
         ):
             model = model_cls(vllm_config=vllm_config, prefix=prefix)
+        if on_built is not None:
+            on_built()
         if planned:
             self._fill_planned(model, checkpoint, device)
         else:

@@ -1,5 +1,6 @@
 """The synchronous engine: add requests, step, get outputs. Owns no loop."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ class LLMEngine:
         self.engine_core = EngineCoreClient.make_client(
             vllm_config, executor_class, log_stats, multiprocess_mode=multiprocess_mode
         )
+        # An engine that nobody holds any more gives its memory back at once.
+        self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
         self._front = RequestFront(
             vllm_config, self.engine_core, self.tokenizer, log_stats
         )
@@ -164,5 +167,5 @@ class LLMEngine:
         )
 
     def shutdown(self) -> None:
-        """Stops the core and frees its memory."""
-        self.engine_core.shutdown()
+        """Stops the core and frees its memory. May be called twice."""
+        self._finalizer()

@@ -28,7 +28,10 @@ class UniProcExecutor(Executor):
         self.driver_worker = resolve_qualname(path)(self.vllm_config)
         self.driver_worker.init_device()
         self.driver_worker.load_model()
-        current_platform.update_block_size_for_backend(self.vllm_config)
+        # Workers settle it as soon as they have built the model; a worker of another
+        # package may leave it to us.
+        if not self.vllm_config.cache_config._block_size_resolved:
+            current_platform.update_block_size_for_backend(self.vllm_config)
 
     def collective_rpc(
         self,

@@ -1,12 +1,11 @@
 """The host as a device: its threads, its memory, the KV space it was given."""
 
-import os
-
 import torch
 
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.platforms.cpu_threads import allowed_cpus, place
 from vllm.utils.import_utils import resolve
 from vllm.utils.mem_utils import available_memory_bytes, format_gib
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -18,26 +17,12 @@ logger = init_logger(__name__)
 _KV_TRANSFER_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 
 
-def parse_cpu_list(text: str) -> list[int]:
-    """CPU numbers of a list such as "0-3,8,10-11". ValueError for anything else."""
-    cpus: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise ValueError(
-                f"VLLM_CPU_OMP_THREADS_BIND={text!r}: expected CPU numbers such as "
-                "0-3,8, or nobind"
-            )
-        cpus += range(int(first), int(last or first) + 1)
-    return sorted(set(cpus))
-
-
 class CPUWorker(WorkerBase):
     """One process, torch's threads, pages in host memory."""
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
-        self._bind_threads()
+        self._place_threads()
         dtype = self.model_config.dtype
         if dtype not in current_platform.supported_dtypes:
             names = [
@@ -50,18 +35,13 @@ class CPUWorker(WorkerBase):
         current_platform.seed_everything(self.model_config.seed)
         self.model_runner = GPUModelRunner(self.vllm_config, self.device)
 
-    @staticmethod
-    def _bind_threads() -> None:
+    def _place_threads(self) -> None:
         """Keeps to the CPUs of VLLM_CPU_OMP_THREADS_BIND, one thread each."""
-        asked = envs.VLLM_CPU_OMP_THREADS_BIND
-        if asked and asked not in ("auto", "nobind", "all"):
-            cpus = parse_cpu_list(asked)
-            os.sched_setaffinity(0, cpus)
-            torch.set_num_threads(len(cpus))
+        place(envs.VLLM_CPU_OMP_THREADS_BIND, self.local_rank)
         logger.info(
             "CPU worker: %d threads on %d CPUs",
             torch.get_num_threads(),
-            len(os.sched_getaffinity(0)),
+            len(allowed_cpus()),
         )
 
     def determine_available_memory(self) -> int:

@@ -46,6 +46,7 @@ from vllm.v1.worker.kv_cache_init import (
 )
 from vllm.v1.worker.kv_connector import ConnectorSteps
 from vllm.v1.worker.layer_specs import (
+    check_asked_memory,
     describe_formats,
     get_kv_cache_specs,
     get_layer_formats,
@@ -102,9 +103,19 @@ class GPUModelRunner:
     # --- start-up ---------------------------------------------------------------------
 
     def load_model(self) -> None:
-        """Builds the model and reads its weights. Layers register themselves."""
+        """Builds the model and reads its weights. Layers register themselves.
+
+        ValueError, before any weight is read, when the memory that was asked for does
+        not hold one request.
+        """
         with set_current_vllm_config(self.vllm_config):
-            self.model = get_model(vllm_config=self.vllm_config)
+            self.model = get_model(
+                vllm_config=self.vllm_config, on_built=self._settle_block_size
+            )
+
+    def _settle_block_size(self) -> None:
+        current_platform.update_block_size_for_backend(self.vllm_config)
+        check_asked_memory(self.vllm_config)
 
     def get_model(self) -> nn.Module:
         return self.model
@@ -404,6 +415,12 @@ class GPUModelRunner:
         return self.sampler(logits, metadata)
 
     def shutdown(self) -> None:
-        """Ends transfers; memory is freed with the runner."""
+        """Ends transfers, and lets go of weights, pages and buffers at once: a config
+        that outlives the engine, and cycles of objects, would keep them."""
         if self.connector is not None:
             self.connector.shutdown()
+        self.vllm_config.compilation_config.static_forward_context.clear()
+        self.kv_caches = {}
+        self.attn_groups = []
+        for name in ("model", "zeroer", "input_batch", "inputs"):
+            self.__dict__.pop(name, None)

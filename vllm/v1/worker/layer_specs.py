@@ -10,6 +10,11 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.import_utils import resolve
+from vllm.v1.core.kv_cache_capacity import (
+    check_enough_kv_cache_memory,
+    wants_auto_fit,
+)
+from vllm.v1.core.kv_cache_grouping import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_layout import (
     DEFAULT_LAYOUTS,
@@ -85,6 +90,22 @@ def get_layer_formats(vllm_config: VllmConfig) -> dict[str, str]:
         for name, layer in caching_layers(vllm_config).items()
         if hasattr(layer, "kv_cache_dtype")
     }
+
+
+def check_asked_memory(vllm_config: VllmConfig) -> None:
+    """ValueError when the memory that the KV cache was given, as far as that is known
+    without a look at the device, does not hold one request. Needs layers, no weights.
+    """
+    cache = vllm_config.cache_config
+    decided_later = (
+        cache.kv_cache_memory_bytes is None
+        or cache.num_gpu_blocks_override is not None
+        or wants_auto_fit(vllm_config)
+    )
+    specs = {} if decided_later else get_kv_cache_specs(vllm_config)
+    if specs:
+        groups = get_kv_cache_groups(vllm_config, specs)
+        check_enough_kv_cache_memory(vllm_config, groups, cache.kv_cache_memory_bytes)
 
 
 def resolve_layout(
