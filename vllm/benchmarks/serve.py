@@ -15,7 +15,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 @dataclass
 class Timing:
-    """Seconds of one request: to its first token, and between the following ones."""
+    """Seconds of one request: to its first token, and between the following chunks."""
 
     first: float = 0.0
     total: float = 0.0
@@ -88,6 +88,7 @@ async def _request(
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
     timing, start = Timing(), time.perf_counter()
     last = start
@@ -98,11 +99,16 @@ async def _request(
             if not line.startswith("data: {"):
                 continue
             now = time.perf_counter()
-            if timing.tokens == 0:
+            chunk = json.loads(line.removeprefix("data: "))
+            if usage := chunk.get("usage"):
+                # Counted by the server: a chunk may hold several tokens.
+                timing.tokens = usage["completion_tokens"]
+            if not chunk["choices"]:
+                continue
+            if last == start:
                 timing.first = now - start
             else:
                 timing.gaps.append(now - last)
             last = now
-            timing.tokens += 1
     timing.total = time.perf_counter() - start
     return timing

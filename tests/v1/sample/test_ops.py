@@ -29,10 +29,28 @@ def test_greedy_takes_the_first_of_the_largest_and_leaves_logits_alone(dtype):
     assert torch.equal(before, logits)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "row",
+    [
+        [-1.0, -2.0, -0.5, -0.5],
+        [-0.0, -1.0, 0.0, -INF],
+        [-INF, -3.0, INF, 1e30],
+        [-INF, -INF, -INF, -7.0],
+        [1e-7, 2e-7, -5.0, 0.0],
+    ],
+)
+def test_greedy_orders_both_signs(dtype: torch.dtype, row: list[float]) -> None:
+    logits = torch.tensor([[5.0, -1.0, 3.0, 4.0], row]).to(dtype)
+    want = [max(range(4), key=values.__getitem__) for values in logits.tolist()]
+    assert greedy_argmax(logits).tolist() == want
+
+
 def test_greedy_of_nan_is_a_valid_token():
-    logits = torch.randn(3, 50)
-    logits[1] = float("nan")
-    assert ((greedy_argmax(logits) >= 0) & (greedy_argmax(logits) < 50)).all()
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = torch.randn(3, 50, dtype=dtype)
+        logits[1] = float("nan")
+        assert ((greedy_argmax(logits) >= 0) & (greedy_argmax(logits) < 50)).all()
 
 
 def test_top_k_and_top_p_keep_exactly_the_naive_set():
