@@ -265,7 +265,7 @@ def test_blocks_in_use_stay() -> None:
     slots.unpin("a")
     assert slots.take("c", keep={"a"}) is None
     assert slots.take("c") == 0 and "a" not in slots
-    assert slots.take_num_evicted() == 1 and not slots.clear()
+    assert slots.take_evicted() == ["a"] and slots.clear() is None
     slots.drop("c")
     slots.fill("b")
-    assert slots.clear() and len(slots) == 0
+    assert slots.clear() == ["b"] and len(slots) == 0

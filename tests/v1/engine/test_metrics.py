@@ -10,6 +10,7 @@ from vllm.config import CacheConfig
 from vllm.v1.metrics import loggers
 from vllm.v1.metrics.prometheus import PrometheusStatLogger, length_buckets
 from vllm.v1.metrics.stats import (
+    ConnectorPrefixCacheStats,
     FinishedRequestStats,
     IterationStats,
     PrefixCacheStats,
@@ -67,7 +68,9 @@ def step() -> tuple[SchedulerStats, IterationStats]:
         num_waiting_reqs=3,
         kv_cache_usage=0.25,
         prefix_cache_stats=PrefixCacheStats(requests=1, queries=10, hits=4),
-        connector_prefix_cache_stats=PrefixCacheStats(requests=1, queries=6, hits=2),
+        connector_prefix_cache_stats=ConnectorPrefixCacheStats(
+            requests=1, queries=6, hits=2
+        ),
     )
     iteration = IterationStats()
     iteration.num_prompt_tokens, iteration.num_generation_tokens = 10, 2

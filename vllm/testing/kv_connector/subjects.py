@@ -19,12 +19,14 @@ def _of(name: str, **extra: Any) -> dict[str, Any]:
 _EXAMPLE = _of("ExampleConnector", shared_storage_path="{tmp}/pages")
 _MEMORY = _of("OffloadingConnector", cpu_bytes_to_use="8MiB")
 _DISK = _of("OffloadingConnector", cpu_bytes_to_use="8MiB", disk_path="{tmp}/disk")
+_ARC = _of("OffloadingConnector", num_cpu_blocks=24, eviction_policy="arc")
 
 #: Every built-in connector in every form, by a name for the test.
 BUILT_IN: dict[str, Subject] = {
     "Example": Subject(transfer=_EXAMPLE),
     "Offloading": Subject(transfer=_MEMORY),
     "Offloading-disk": Subject(transfer=_DISK),
+    "Offloading-arc": Subject(transfer=_ARC),
     "Multi": Subject(transfer=_of("MultiConnector", connectors=[_MEMORY, _EXAMPLE])),
     # What it loads is a constant: only its promises and its blocks can be checked.
     "DecodeBench": Subject(transfer=_of("DecodeBenchConnector"), expect="blocks"),

@@ -11,7 +11,7 @@ from typing import Literal, overload
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.logger import init_logger
-from vllm.v1.core.block_hash import KVCacheBlock
+from vllm.v1.core.block_hash import BlockHash, KVCacheBlock, block_hashes_of_size
 from vllm.v1.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.kv_cache_interface import (
@@ -386,6 +386,11 @@ class KVCacheManager:
             return None
         stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
         return stats
+
+    def block_hashes_of(self, request: Request, group_id: int) -> Sequence[BlockHash]:
+        """The hashes of a request's full blocks in one KV cache group."""
+        size = self.coordinator.single_type_managers[group_id].block_size
+        return block_hashes_of_size(request, self.block_pool.hash_block_size, size)
 
     def take_events(self) -> list[KVCacheEvent]:
         """Block events since the last call."""

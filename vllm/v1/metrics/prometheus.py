@@ -140,6 +140,12 @@ class PrometheusStatLogger(StatLoggerBase):
         self._success = self._many(
             Counter, "request_success", "finished_reason", FINISH_REASON_STRINGS
         )
+        self._hit_sources = Counter(
+            f"{PREFIX}external_prefix_cache_hits_by_source",
+            "Prompt tokens found through the connector, by where it had them.",
+            (*_LABELS, "source"),
+            registry=registry,
+        )
         self._sources = self._many(
             Counter, "prompt_tokens_by_source", "source", _PROMPT_SOURCES
         )
@@ -202,6 +208,8 @@ class PrometheusStatLogger(StatLoggerBase):
         if (external := stats.connector_prefix_cache_stats) is not None:
             counters["external_prefix_cache_queries"].inc(external.queries)
             counters["external_prefix_cache_hits"].inc(external.hits)
+            for source, count in external.hits_by_source.items():
+                self._hit_sources.labels(*self._values, source).inc(count)
         if self._connector is not None and stats.kv_connector_stats:
             self._connector.observe(stats.kv_connector_stats, self.engine_index)
 

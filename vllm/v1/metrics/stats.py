@@ -35,6 +35,17 @@ class PrefixCacheStats(BaseCacheStats):
             self.hits += num_hits
 
 
+@dataclass
+class ConnectorPrefixCacheStats(PrefixCacheStats):
+    """Look-ups through a connector, and where it found the tokens of its hits."""
+
+    hits_by_source: dict[str, int] = field(default_factory=dict)
+
+    def add_sources(self, sources: dict[str, int]) -> None:
+        for source, count in sources.items():
+            self.hits_by_source[source] = self.hits_by_source.get(source, 0) + count
+
+
 class CachingMetrics:
     """Hit rate over the most recent requests."""
 
@@ -79,7 +90,7 @@ class SchedulerStats:
     current_wave: int = 0
     kv_cache_usage: float = 0.0
     prefix_cache_stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
-    connector_prefix_cache_stats: PrefixCacheStats | None = None
+    connector_prefix_cache_stats: ConnectorPrefixCacheStats | None = None
     kv_connector_stats: dict | None = None
     num_corrupted_reqs: int = 0
 

@@ -14,7 +14,7 @@ from vllm.utils.import_utils import resolve
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.metrics.stats import ConnectorPrefixCacheStats
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -74,7 +74,7 @@ class KVTransfer:
         self.finished_recving: set[str] = set()
         self.failed_recving: set[str] = set()
         self.awaited: Counter[str] = Counter()
-        self.stats = PrefixCacheStats()
+        self.stats = ConnectorPrefixCacheStats()
         # For each step under way, oldest first, the blocks being filled by request.
         self._steps: deque[dict[str, set[int]]] = deque()
         self._this_step: dict[str, set[int]] = {}
@@ -135,6 +135,14 @@ class KVTransfer:
                 num_hits=num_external,
                 preempted=request.num_preemptions > 0,
             )
+            self.stats.add_sources(self._sources(request, num_external))
+
+    def _sources(self, request: Request, num_external: int) -> dict[str, int]:
+        """Where the tokens of a hit come from, as far as the connector knows."""
+        ask = getattr(self.connector, "get_external_cache_hit_sources", None)
+        if ask is None or not num_external:
+            return {}
+        return ask(request, num_external) or {}
 
     def _block_sizes(self) -> list[int]:
         managers = self.kv_cache_manager.coordinator.single_type_managers
@@ -202,11 +210,11 @@ class KVTransfer:
             return []
         return list(self.connector.take_events() or ())
 
-    def take_stats(self) -> PrefixCacheStats | None:
+    def take_stats(self) -> ConnectorPrefixCacheStats | None:
         """External look-ups since the last call; None without a connector."""
         if self.connector is None:
             return None
-        stats, self.stats = self.stats, PrefixCacheStats()
+        stats, self.stats = self.stats, ConnectorPrefixCacheStats()
         return stats
 
     def take_connector_stats(self, news: KVConnectorOutput | None) -> Any:

@@ -1,8 +1,9 @@
 """Full blocks in host memory, and behind it on disk, for prompts to come.
 
 Loads and stores run beside the engine's steps. `kv_connector_extra_config`:
-`cpu_bytes_to_use` (or `num_cpu_blocks`), bytes of host memory; `disk_path`, a folder
-whose blocks survive the engine; `disk_bytes_to_use`, its limit (none by default).
+`cpu_bytes_to_use` (or `num_cpu_blocks`), bytes of host memory; `eviction_policy` of the
+memory, lru (default) or arc; `disk_path`, a folder whose blocks survive the engine;
+`disk_bytes_to_use`, its limit (none by default).
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.utils import layout_fingerprint
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -28,6 +30,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.disk_index import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.jobs import (
     OffloadingMetadata,
     OffloadingNews,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.policies import (
+    policy_by_name,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingScheduler,
@@ -75,7 +80,7 @@ def _size(given: str | float) -> int:
 
 
 class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
-    """Two tiers, least recently used first out; the scheduler side decides."""
+    """Two tiers; the scheduler side decides what they hold."""
 
     def __init__(
         self,
@@ -97,15 +102,18 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.WORKER:
             self.worker = OffloadingWorker(num_slots, slot_bytes, store)
             return
+        policy = transfer.get_from_extra_config("eviction_policy", "lru")
+        events = vllm_config.kv_events_config
         limit = transfer.get_from_extra_config("disk_bytes_to_use", None)
         self.scheduler = OffloadingScheduler(
             PrefixBlocks(kv_cache_config),
-            SlotCache(num_slots),
+            SlotCache(num_slots, policy_by_name(policy, num_slots)),
             store and DiskIndex(store, None if limit is None else _size(limit)),
             num_workers=vllm_config.parallel_config.world_size,
             block_bytes=slot_bytes,
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer,
+            has_events=events is not None and events.enable_kv_cache_events,
         )
 
     # --- scheduler side ---------------------------------------------------------------
@@ -157,6 +165,14 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_jobs
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[str, int]:
+        return self._scheduler.hit_sources(request, num_external_tokens)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        return self._scheduler.take_events()
 
     def reset_cache(self) -> bool:
         return self._scheduler.reset()

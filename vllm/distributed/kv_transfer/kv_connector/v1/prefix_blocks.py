@@ -7,7 +7,7 @@ nothing of bytes and of where blocks are stored.
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any
@@ -23,11 +23,13 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRef:
-    """A block of the pool and the name of what it holds, or is to hold."""
+    """A block of the pool and the name of what it holds, or is to hold. `index` is its
+    place among the blocks of its request."""
 
     key: str
     group_id: int
     block_id: int
+    index: int = -1
 
 
 def _digest(*parts: bytes) -> bytes:
@@ -143,14 +145,25 @@ class PrefixBlocks:
         last = (index + 1) * self.sizes[group_id] // self.unit
         return f"{links[last - 1].hex()}-{group_id}" if last <= len(links) else None
 
+    def published(self, request: Any, group_id: int, index: int) -> tuple[bytes, range]:
+        """The hash by which the engine's own events name block `index` of a group, and
+        the positions of its tokens."""
+        size = self.sizes[group_id]
+        hashes = self._kv_cache_manager.block_hashes_of(request, group_id)
+        return hashes[index], range(index * size, (index + 1) * size)
+
     # --- hits -------------------------------------------------------------------------
 
     def needed_keys(self, request: Any, num_local: int, end: int) -> list[str]:
         """Names of the blocks that must be loaded to go on after `end` tokens, of which
         the first `num_local` are here."""
+        return [ref.key for ref in self.needed(request, num_local, end)]
+
+    def needed(self, request: Any, num_local: int, end: int) -> list[BlockRef]:
+        """The same blocks with their places, and no block of the pool (-1)."""
         links = self._links(request)
         return [
-            key
+            BlockRef(key=key, group_id=group_id, block_id=-1, index=index)
             for group_id in range(len(self.sizes))
             for index in self._needed(group_id, num_local, end)
             if (key := self._key(links, group_id, index)) is not None
@@ -217,9 +230,24 @@ class PrefixBlocks:
                 if not group[index].is_null:
                     block_id = group[index].block_id
                     found.append(
-                        BlockRef(key=key, group_id=group_id, block_id=block_id)
+                        BlockRef(
+                            key=key,
+                            group_id=group_id,
+                            block_id=block_id,
+                            index=index,
+                        )
                     )
         return found
+
+    def num_tokens_of(self, refs: list[BlockRef], keys: Container[str]) -> int:
+        """Tokens for which a load of `refs` needs a block that is among `keys`: one
+        such block, of any group, counts for all of its tokens."""
+        units: set[int] = set()
+        for ref in refs:
+            if ref.key in keys:
+                per_block = self.sizes[ref.group_id] // self.unit
+                units.update(range(ref.index * per_block, (ref.index + 1) * per_block))
+        return len(units) * self.unit
 
     # --- saves ------------------------------------------------------------------------
 
@@ -306,6 +334,11 @@ class PrefixBlocks:
                 elif is_certain(group_id, index):
                     done.note(index)
                     found.append(
-                        BlockRef(key=key, group_id=group_id, block_id=block.block_id)
+                        BlockRef(
+                            key=key,
+                            group_id=group_id,
+                            block_id=block.block_id,
+                            index=index,
+                        )
                     )
         return found

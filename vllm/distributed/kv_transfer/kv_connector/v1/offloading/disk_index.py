@@ -24,15 +24,19 @@ class DiskIndex:
     def __len__(self) -> int:
         return len(self._files)
 
-    def add(self, key: str, num_bytes: int) -> None:
-        """Notes a file that was written; removes old ones beyond the limit."""
+    def add(self, key: str, num_bytes: int) -> list[str]:
+        """Notes a file that was written; removes old ones beyond the limit, and returns
+        their keys."""
         self.forget(key)
         self._files[key] = num_bytes
         self.num_bytes += num_bytes
+        removed = []
         while self.max_bytes is not None and self.num_bytes > self.max_bytes:
             oldest, size = self._files.popitem(last=False)
             self.num_bytes -= size
             self.store.remove(oldest)
+            removed.append(oldest)
+        return removed
 
     def use(self, key: str) -> None:
         """Makes a file the last to go, also for later runs."""
@@ -44,7 +48,10 @@ class DiskIndex:
         """The file is gone."""
         self.num_bytes -= self._files.pop(key, 0)
 
-    def clear(self) -> None:
+    def clear(self) -> list[str]:
+        """Removes every file; returns their keys."""
+        keys = list(self._files)
         self.store.clear()
         self._files.clear()
         self.num_bytes = 0
+        return keys

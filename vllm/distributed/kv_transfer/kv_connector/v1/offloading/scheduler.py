@@ -5,13 +5,19 @@ and learns when they are over. A page that is being stored is held in the block 
 like a page of a request, so nothing can be written to it before.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import TransferStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.disk_index import (
     DiskIndex,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    DISK,
+    MEMORY,
+    TierEvents,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.jobs import (
     Job,
@@ -46,8 +52,10 @@ class OffloadingScheduler:
         block_bytes: int,
         loads: bool = True,
         saves: bool = True,
+        has_events: bool = False,
     ) -> None:
         self.blocks, self.slots, self.disk = blocks, slots, disk
+        self.events = TierEvents(blocks, has_events)
         self.num_workers, self.block_bytes = num_workers, block_bytes
         self.loads, self.saves = loads, saves
         self.stats = TransferStats()
@@ -59,6 +67,7 @@ class OffloadingScheduler:
         self._num_jobs = 0
         self._num_local: dict[str, int] = {}
         self._num_fetches: Counter[str] = Counter()
+        self._fetched_keys: defaultdict[str, set[str]] = defaultdict(set)
 
     # --- jobs -------------------------------------------------------------------------
 
@@ -99,7 +108,6 @@ class OffloadingScheduler:
             return None
         if found:
             found = self.blocks.longest_hit(request, num_local, self.slots.is_ready)
-        self.slots.use(self.blocks.needed_keys(request, num_local, num_local + found))
         return found
 
     def _is_stored(self, key: str) -> bool:
@@ -107,10 +115,10 @@ class OffloadingScheduler:
 
     def _fetches(self, request: Any, num_local: int, found: int) -> bool:
         """Sees to it that a hit comes to memory; False when it is there, or cannot."""
-        keys = self.blocks.needed_keys(request, num_local, num_local + found)
-        self.slots.use(keys)
-        missing = [key for key in keys if not self.slots.is_ready(key)]
-        new = [key for key in missing if key not in self.slots]
+        refs = self.blocks.needed(request, num_local, num_local + found)
+        keys = [ref.key for ref in refs]
+        missing = [ref for ref in refs if not self.slots.is_ready(ref.key)]
+        new = [ref for ref in missing if ref.key not in self.slots]
         if not new:
             return bool(missing)
         request_id = request.request_id
@@ -120,13 +128,17 @@ class OffloadingScheduler:
         ):
             return False
         self._num_fetches[request_id] += 1
+        self.slots.use(keys)
+        self.events.learn(request, new)
         moves = []
-        for key in new:
-            slot = self.slots.take(key, keep=keys)
+        for ref in new:
+            slot = self.slots.take(ref.key, keep=keys)
             if slot is None:
                 break
-            moves.append(Move(key=key, group_id=_group_of(key), slot=slot))
+            moves.append(Move(key=ref.key, group_id=ref.group_id, slot=slot))
+        self.events.removed([ref.key for ref in new[len(moves) :]], MEMORY)
         if moves:
+            self._fetched_keys[request_id].update(move.key for move in moves)
             self._orders.fetches.append(self._job(moves, self._fetched))
         return len(moves) == len(new)
 
@@ -134,10 +146,12 @@ class OffloadingScheduler:
         for move in job.moves:
             if move.key in failed:
                 self.slots.drop(move.key)
+                self.events.removed([move.key], DISK)
                 if self.disk is not None:
                     self.disk.forget(move.key)
                 continue
             self.slots.fill(move.key)
+            self.events.stored([move.key], MEMORY)
             if self.disk is not None:
                 self.disk.use(move.key)
 
@@ -156,7 +170,18 @@ class OffloadingScheduler:
             )
             for ref in refs
         ]
+        self.slots.use(ref.key for ref in refs)
         self._orders.loads.append(self._job(moves, self._loaded, request_id))
+
+    def hit_sources(self, request: Any, num_external: int) -> dict[str, int]:
+        """Where the tokens of a hit were before: in memory, or on disk."""
+        request_id = request.request_id
+        num_local = self._num_local[request_id]
+        refs = self.blocks.needed(request, num_local, num_local + num_external)
+        fetched = self._fetched_keys.get(request_id, set())
+        from_disk = self.blocks.num_tokens_of(refs, fetched)
+        sources = {"memory": num_external - from_disk, "disk": from_disk}
+        return {source: count for source, count in sources.items() if count}
 
     def _loaded(self, job: Job, failed: set[str]) -> None:
         for move in job.moves:
@@ -177,13 +202,15 @@ class OffloadingScheduler:
 
     def _new_blocks(self, scheduled: SchedulerOutput) -> list[Move]:
         moves = []
-        for _, refs in self.blocks.to_save(scheduled):
+        for request, refs in self.blocks.to_save(scheduled):
+            self.events.learn(request, [r for r in refs if r.key not in self.slots])
             for ref in refs:
                 if ref.key in self.slots:
                     self.slots.use([ref.key])
                     continue
                 slot = self.slots.take(ref.key)
                 if slot is None:
+                    self.events.removed([ref.key], MEMORY)
                     continue  # every slot is on its way or in use
                 moves.append(
                     Move(
@@ -204,8 +231,10 @@ class OffloadingScheduler:
         for move in job.moves:
             if move.key in failed:
                 self.slots.drop(move.key)
+                self.events.removed([move.key], MEMORY)
                 continue
             self.slots.fill(move.key)
+            self.events.stored([move.key], MEMORY)
             if self.disk is not None and move.key not in self.disk:
                 self.slots.pin(move.key)
                 spilled.append(move)
@@ -216,7 +245,9 @@ class OffloadingScheduler:
         for move in job.moves:
             self.slots.unpin(move.key)
             if move.key not in failed and self.disk is not None:
-                self.disk.add(move.key, self.block_bytes)
+                removed = self.disk.add(move.key, self.block_bytes)
+                self.events.stored([move.key], DISK)
+                self.events.removed(removed, DISK)
 
     # --- requests ---------------------------------------------------------------------
 
@@ -224,20 +255,28 @@ class OffloadingScheduler:
         self.blocks.forget(request.request_id)
         self._num_local.pop(request.request_id, None)
         self._num_fetches.pop(request.request_id, None)
+        self._fetched_keys.pop(request.request_id, None)
 
     def reset(self) -> bool:
         """Forgets every stored block; False while any is in use."""
-        if self._jobs or not self.slots.clear():
+        keys = None if self._jobs else self.slots.clear()
+        if keys is None:
             return False
+        self.events.removed(keys, MEMORY)
         if self.disk is not None:
-            self.disk.clear()
+            self.events.removed(self.disk.clear(), DISK)
         return True
 
+    def take_events(self) -> list[KVCacheEvent]:
+        """What came to the tiers and left them since the last call."""
+        self._note_evicted()
+        return self.events.take()
+
+    def _note_evicted(self) -> None:
+        evicted = self.slots.take_evicted()
+        self.events.removed(evicted, MEMORY)
+        self.stats.count(evicted_blocks=len(evicted))
+
     def take_stats(self) -> TransferStats | None:
-        self.stats.count(evicted_blocks=self.slots.take_num_evicted())
+        self._note_evicted()
         return self.stats.take()
-
-
-def _group_of(key: str) -> int:
-    """The KV cache group in a block's name."""
-    return int(key.rpartition("-")[2])

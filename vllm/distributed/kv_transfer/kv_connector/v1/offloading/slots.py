@@ -1,11 +1,16 @@
-"""Which blocks a tier of fixed size holds, and which one goes when another comes.
+"""Which blocks a tier of fixed size holds, and in which slots.
 
-Knows keys and slot numbers. Knows nothing of bytes.
+Knows keys and slot numbers. Knows nothing of bytes; who goes when another comes is its
+policy's matter.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.policies import (
+    LRU,
+    EvictionPolicy,
+)
 
 
 @dataclass
@@ -16,13 +21,14 @@ class _Slot:
 
 
 class SlotCache:
-    """Least recently used first. A block that is being filled or used stays."""
+    """A block that is being filled or used stays; of the others the policy's go."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, policy: EvictionPolicy | None = None) -> None:
         self.num_slots = num_slots
-        self.num_evicted = 0
+        self.policy = policy or LRU(num_slots)
+        self._evicted: list[str] = []
         self._free = list(range(num_slots - 1, -1, -1))
-        self._slots: OrderedDict[str, _Slot] = OrderedDict()
+        self._slots: dict[str, _Slot] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -37,30 +43,27 @@ class SlotCache:
         return slot is not None and slot.is_ready
 
     def use(self, keys: Iterable[str]) -> None:
-        """Makes blocks the last to go, the first of them last of all: others need it
-        more."""
+        """Notes a hit of blocks, the first of them last: others need it more."""
         for key in reversed(list(keys)):
             if key in self._slots:
-                self._slots.move_to_end(key)
+                self.policy.use(key)
 
     def take(self, key: str, keep: Collection[str] = ()) -> int | None:
         """A slot for a block on its way, in use until `fill` or `drop`.
 
-        Drops the least recently used block when all slots are taken, but none of
-        `keep`; None when there is none to drop.
+        A block of the policy's choice goes when all slots are taken, but none of
+        `keep`; None when none can go.
         """
-        if not self._free:
-            victim = next(
-                (
-                    k
-                    for k, s in self._slots.items()
-                    if s.is_ready and not s.num_users and k not in keep
-                ),
-                None,
-            )
-            if victim is None:
-                return None
-            self.num_evicted += 1
+
+        def may_go(other: str) -> bool:
+            slot = self._slots[other]
+            return slot.is_ready and not slot.num_users and other not in keep
+
+        comes_in, victim = self.policy.admit(key, not self._free, may_go)
+        if not comes_in:
+            return None
+        if victim is not None:
+            self._evicted.append(victim)
             self._free.append(self._slots.pop(victim).index)
         slot = self._slots[key] = _Slot(self._free.pop())
         return slot.index
@@ -71,6 +74,7 @@ class SlotCache:
 
     def drop(self, key: str) -> None:
         """The block does not come, or is not wanted."""
+        self.policy.drop(key)
         self._free.append(self._slots.pop(key).index)
 
     def pin(self, key: str) -> int:
@@ -90,14 +94,17 @@ class SlotCache:
         """True if no block is on its way or in use."""
         return all(s.is_ready and not s.num_users for s in self._slots.values())
 
-    def clear(self) -> bool:
-        """Forgets every block; False, and nothing happens, when one is in use."""
+    def clear(self) -> list[str] | None:
+        """Forgets every block and returns their keys; None, and nothing happens, when
+        one is in use."""
         if not self.is_idle:
-            return False
-        for key in list(self._slots):
+            return None
+        keys = list(self._slots)
+        for key in keys:
             self.drop(key)
-        return True
+        return keys
 
-    def take_num_evicted(self) -> int:
-        taken, self.num_evicted = self.num_evicted, 0
+    def take_evicted(self) -> list[str]:
+        """Keys of blocks that went for others since the last call."""
+        taken, self._evicted = self._evicted, []
         return taken
