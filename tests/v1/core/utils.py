@@ -19,7 +19,7 @@ from vllm.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from vllm.config.observability import ObservabilityConfig
+from vllm.config.observability import ObservabilityConfig, StructuredOutputsConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_hash import get_request_block_hasher, init_none_hash
@@ -98,6 +98,7 @@ def make_vllm_config(
         cache_config=CacheConfig(enable_prefix_caching=enable_prefix_caching),
         parallel_config=ParallelConfig(),
         observability_config=ObservabilityConfig(),
+        structured_outputs_config=StructuredOutputsConfig(),
         kv_events_config=kv_events,
         kv_transfer_config=transfer,
         max_in_flight_tokens=2 * config.max_num_batched_tokens,
