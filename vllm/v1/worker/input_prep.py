@@ -119,34 +119,37 @@ class InputPreparer:
         query_lens: np.ndarray,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Metadata and slots by layer; layers of one attention group share them."""
-        seq_lens_cpu = self.seq_lens.cpu[:num_reqs]
-        prompts = batch.num_prompt_tokens[:num_reqs]
         computed = batch.num_computed_tokens_cpu[:num_reqs]
-        common = CommonAttentionMetadata(
-            query_start_loc=self.query_start_loc.copy_to_gpu(num_reqs + 1),
-            query_start_loc_cpu=self.query_start_loc.cpu[: num_reqs + 1],
-            seq_lens=self.seq_lens.copy_to_gpu(num_reqs),
-            num_reqs=num_reqs,
-            num_actual_tokens=num_tokens,
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(self.seq_lens.np[:num_reqs].max()),
-            block_table_tensor=torch.empty(0),
-            slot_mapping=torch.empty(0),
-            is_prefilling=torch.from_numpy(computed < prompts),
-            _seq_lens_cpu=seq_lens_cpu,
-        )
+        common: CommonAttentionMetadata | None = None
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         for groups, table in zip(
             self.attn_groups, batch.block_table.block_tables, strict=True
         ):
-            of_group = common.replace(
-                block_table_tensor=table.commit_block_table(num_reqs),
-                slot_mapping=table.commit_slot_mapping(num_tokens),
-            )
+            blocks = table.commit_block_table(num_reqs)
+            slot_mapping = table.commit_slot_mapping(num_tokens)
+            if common is not None:
+                common = common.replace(
+                    block_table_tensor=blocks, slot_mapping=slot_mapping
+                )
+            else:
+                common = CommonAttentionMetadata(
+                    query_start_loc=self.query_start_loc.copy_to_gpu(num_reqs + 1),
+                    query_start_loc_cpu=self.query_start_loc.cpu[: num_reqs + 1],
+                    seq_lens=self.seq_lens.copy_to_gpu(num_reqs),
+                    num_reqs=num_reqs,
+                    num_actual_tokens=num_tokens,
+                    max_query_len=int(query_lens.max()),
+                    max_seq_len=int(self.seq_lens.np[:num_reqs].max()),
+                    block_table_tensor=blocks,
+                    slot_mapping=slot_mapping,
+                    is_prefilling=torch.from_numpy(
+                        computed < batch.num_prompt_tokens[:num_reqs]
+                    ),
+                    _seq_lens_cpu=self.seq_lens.cpu[:num_reqs],
+                )
             for group in groups:
-                built = group.get_metadata_builder().build(0, of_group)
-                for name in group.layer_names:
-                    metadata[name] = built
-                    slots[name] = of_group.slot_mapping
+                built = group.get_metadata_builder().build(0, common)
+                metadata |= dict.fromkeys(group.layer_names, built)
+                slots |= dict.fromkeys(group.layer_names, slot_mapping)
         return metadata, slots
