@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.cuda.test_cuda_blocks import CACHES, strided
+from vllm.v1.attention.ops import blocks
 from vllm.v1.attention.ops.triton_blocks import BlockMover
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,3 +62,24 @@ def test_pairs_have_two_columns() -> None:
     view, _ = cache("dense")
     with pytest.raises(ValueError, match=r"expected \[n, 2\]"):
         BlockMover([view]).copy(torch.tensor([1, 2], device=DEVICE))
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_a_gpu_zeroes_with_triton_what_torch_zeroes(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.tensor([0, 3], device=DEVICE)
+    view, memory = cache(case)
+    twin_view, twin = copied(view, memory)
+    blocks.TorchBlocks([twin_view]).zero(ids)
+    monkeypatch.setattr(blocks, "_on_gpu", lambda cache: True)
+    monkeypatch.setattr(blocks.cuda_kernels, "why_unavailable", lambda: "not built")
+    zeroer = blocks.block_zeroer([view])
+    assert isinstance(zeroer, BlockMover)
+    zeroer.zero(ids)
+    assert torch.equal(memory, twin)
+
+
+def test_the_host_zeroes_with_torch() -> None:
+    zeroer = blocks.block_zeroer([torch.zeros(2, 4, dtype=torch.uint8)])
+    assert isinstance(zeroer, blocks.TorchBlocks)

@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     MultipleOf,
 )
+from vllm.v1.attention.ops.blocks import block_zeroer
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -208,9 +209,9 @@ class KVBlockZeroer:
     ) -> None:
         self.device = device
         skipped = runner_only_attn_layers or set()
-        # (byte view, its block axis, kernel blocks per manager block); layers that lie
+        # Byte views, blocks first, by kernel blocks per manager block; layers that lie
         # over the same bytes appear once.
-        self._views: dict[Any, tuple[torch.Tensor, int, int]] = {}
+        views: dict[int, dict[Any, torch.Tensor]] = {}
         for group in attn_groups_iter:
             spec = group.kv_cache_spec
             if is_recurrent(spec) or group.kv_cache_group_id >= len(kernel_block_sizes):
@@ -222,21 +223,21 @@ class KVBlockZeroer:
                     continue
                 view = static_forward_context[name].kv_cache.view(torch.uint8)
                 key = (view.data_ptr(), view.shape, view.stride())
-                self._views[key] = (view, axis, spec.block_size // kernel)
+                of_ratio = views.setdefault(spec.block_size // kernel, {})
+                of_ratio[key] = view.movedim(axis, 0)
+        self._zeroers = {
+            ratio: block_zeroer(list(of_ratio.values()))
+            for ratio, of_ratio in views.items()
+        }
 
     def zero_block_ids(self, block_ids: list[int]) -> None:
         """Zeroes these manager blocks."""
         if not block_ids:
             return
         ids = np.asarray(block_ids, dtype=np.int64)
-        rows = {
-            ratio: torch.from_numpy(BlockTable.map_to_kernel_blocks(ids, ratio)).to(
-                self.device
-            )
-            for ratio in {ratio for _, _, ratio in self._views.values()}
-        }
-        for view, axis, ratio in self._views.values():
-            view.index_fill_(axis, rows[ratio], 0)
+        for ratio, zeroer in self._zeroers.items():
+            rows = torch.from_numpy(BlockTable.map_to_kernel_blocks(ids, ratio))
+            zeroer.zero(rows.to(self.device))
 
     def warmup(self, num_kv_blocks: int) -> None:
         """Runs once on the null block, so that the first real call is as fast."""
