@@ -86,7 +86,7 @@ class EngineArgs:
     load_format: str = _arg("auto", "auto, safetensors, gguf or dummy")
     download_dir: str | None = _arg(None, "where hub downloads go")
     # KV cache
-    kv_cache_dtype: str = _arg("auto", "KV format", choices=list(CACHE_DTYPES))
+    kv_cache_dtype: str = _arg("auto", "KV format", choices=CACHE_DTYPES)
     kv_cache_dtype_skip_layers: list[str] = _arg(
         [],
         "layers kept in the model dtype: numbers, ranges like 3-7, sliding_window; "
@@ -152,7 +152,8 @@ class EngineArgs:
     @classmethod
     def add_cli_args(cls, parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
         """Adds one option per field; `model` is left to the command, which may take it
-        as its positional argument."""
+        as its positional argument. Plugins may add choices before."""
+        load_general_plugins()
         for entry in dataclasses.fields(cls):
             if entry.name == "model":
                 continue

@@ -65,9 +65,11 @@ def packed_spec(
     """The spec of a layer with its backend's packing: the only way from raw to packed.
 
     Calls `backend.customize_spec` and compares mode, head slots (H) and bytes per state
-    (C) with the format's own packing. Marks the spec as indexed by block stride unless
-    the backend says otherwise, so that unlike pages may be padded. `model_dtype`
-    matters to dense formats; by default it is the storage dtype.
+    (C) with the format's own packing. A backend from outside of this build may publish
+    another H and C: then they are what counts (see `packs_by_itself`). Marks the spec
+    as indexed by block stride unless the backend says otherwise, so that unlike pages
+    may be padded. `model_dtype` matters to dense formats; by default it is the storage
+    dtype.
 
     ValueError names the layer, the backend, the hook and both sizes on a mismatch.
     """
@@ -75,7 +77,8 @@ def packed_spec(
     expected = _derived(raw_spec).packed(fmt, model_dtype)
     published = (spec.num_heads, spec.state_content_size_bytes)
     wanted = (expected.num_heads, expected.state_content_size_bytes)
-    if spec.kv_quant_mode != fmt.mode or published != wanted:
+    is_its_own = _is_foreign(backend) and spec.is_packed and not raw_spec.is_packed
+    if spec.kv_quant_mode != fmt.mode or (published != wanted and not is_its_own):
         raise ValueError(
             f"layer {layer_name!r}: {backend.get_name()}.customize_spec published "
             f"{published[0]} head slots of {published[1]} bytes per state (mode "
@@ -87,6 +90,26 @@ def packed_spec(
     if spec.indexes_kv_by_block_stride == by_stride:
         return spec
     return replace(spec, indexes_kv_by_block_stride=by_stride)
+
+
+def packs_by_itself(
+    backend: PagedBackend,
+    raw_spec: AttentionSpec,
+    fmt: KVFormat,
+    model_dtype: torch.dtype | None = None,
+) -> bool:
+    """Whether the backend's pages have a shape of their own: their bytes are no
+    format's, and only the same backend can read them."""
+    spec = packed_spec(backend, raw_spec, fmt, "", model_dtype)
+    usual = _derived(raw_spec).packed(fmt, model_dtype)
+    return (spec.num_heads, spec.state_content_size_bytes) != (
+        usual.num_heads,
+        usual.state_content_size_bytes,
+    )
+
+
+def _is_foreign(backend: PagedBackend) -> bool:
+    return not getattr(backend, "__module__", "").startswith("vllm.")
 
 
 def bytes_per_token(

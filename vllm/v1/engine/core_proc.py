@@ -16,6 +16,7 @@ import zmq
 
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.plugins import load_general_plugins
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -166,6 +167,7 @@ def run_engine_core(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     encode = msgspec.msgpack.encode
     try:
+        load_general_plugins()  # what they register, each process has for itself
         core = EngineCore(vllm_config, executor_class, log_stats)
     except Exception as error:
         is_user_error = isinstance(error, ValueError)

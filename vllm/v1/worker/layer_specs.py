@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_layout import (
     resolve_kv_cache_layout,
 )
 from vllm.v1.kv_formats import KVFormat, by_name
-from vllm.v1.page_planning import packed_spec
+from vllm.v1.page_planning import packed_spec, packs_by_itself
 from vllm.v1.worker.kv_cache_init import is_recurrent
 
 _CONNECTOR_FACTORY = (
@@ -84,12 +84,23 @@ def get_kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:
 
 
 def get_layer_formats(vllm_config: VllmConfig) -> dict[str, str]:
-    """The format id of every attention layer, its arrangement included."""
+    """The format id of every attention layer, its arrangement included; with the name
+    of its backend where the pages' shape is the backend's own."""
     return {
-        name: layer_format(layer, vllm_config).format_id
+        name: _format_name(layer, vllm_config)
         for name, layer in caching_layers(vllm_config).items()
         if hasattr(layer, "kv_cache_dtype")
     }
+
+
+def _format_name(layer: AttentionLayerBase, vllm_config: VllmConfig) -> str:
+    fmt, spec = layer_format(layer, vllm_config), layer.get_kv_cache_spec(vllm_config)
+    model = vllm_config.model_config
+    backend = layer.get_attn_backend()
+    dtype = None if model is None else model.dtype
+    if spec is None or not packs_by_itself(backend, spec, fmt, dtype):
+        return fmt.format_id
+    return f"{fmt.format_id} by {'.'.join(backend.full_cls_name())}"
 
 
 def check_asked_memory(vllm_config: VllmConfig) -> None:
