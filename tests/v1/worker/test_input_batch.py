@@ -8,6 +8,10 @@ import torch
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import build_logitsprocs
+from vllm.v1.sample.logits_processor.builtin import (
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 CPU = torch.device("cpu")
@@ -162,11 +166,9 @@ def test_random_changes_keep_the_batch_consistent(seed):
         batch.refresh_metadata()
         check_rows(batch, live)
         check_metadata(batch, live)
-        min_p, min_tokens, bias = {}, {}, {}
-        for processor, into in zip(
-            batch.logitsprocs.all, (min_p, min_tokens, bias), strict=True
-        ):
-            into.update(processor.states)
+        states = {type(p): p.states for p in batch.logitsprocs.all}
+        min_p = states[MinPLogitsProcessor]
+        min_tokens = states[MinTokensLogitsProcessor]
         for row, req_id in enumerate(batch.req_ids):
             params = live[req_id].sampling_params
             assert min_p.get(row, 0.0) == params.min_p
