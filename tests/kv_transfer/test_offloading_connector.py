@@ -1,6 +1,5 @@
 """Blocks in host memory and on disk: hits, restarts, damage, and pressure."""
 
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.kv_transfer.engines import (
     run,
     tokens_of,
 )
-from vllm import LLM, SamplingParams
+from vllm import LLM
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.slots import SlotCache
 from vllm.engine.arg_utils import EngineArgs
 from vllm.testing.kv_connector.models import ModelFolders
@@ -149,73 +148,6 @@ def test_unlike_pages_do_not_share_a_disk_tier(
     run(folders["full"], [[2, 3]], disk, kv_cache_dtype="fp8_e4m3")
     with pytest.raises(ValueError, match=r"fp8_e4m3:cells.*fp8_e5m2:cells"):
         run(folders["full"], [[2, 3]], disk, kv_cache_dtype="fp8_e5m2")
-
-
-# --- pressure -------------------------------------------------------------------------
-
-
-def slow_down(llm: LLM, rng: random.Random) -> None:
-    """Lets every block take up to a few milliseconds on its way."""
-    executor = llm.llm_engine.engine_core.engine_core.model_executor
-    worker = executor.driver_worker.model_runner.connector.connector.worker
-    for name in ("_save", "_load"):
-        act = getattr(worker, name)
-
-        def slow(move: Any, act: Any = act) -> bool:
-            time.sleep(rng.random() * 0.004)
-            return act(move)
-
-        setattr(worker, name, slow)
-
-
-def serve_with_aborts(
-    llm: LLM, prompts: list[list[int]], rng: random.Random, num_tokens: int
-) -> dict[str, list[int]]:
-    """Adds requests as others go and aborts some at random times; the tokens of those
-    that ended by themselves."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    waiting, alive, found = list(enumerate(prompts)), set[str](), dict[str, list[int]]()
-    deadline = time.monotonic() + 60
-    while waiting or alive:
-        assert time.monotonic() < deadline, f"{len(alive)} requests make no progress"
-        while waiting and len(alive) < 6:
-            index, prompt = waiting.pop(0)
-            llm.llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, params)
-            alive.add(str(index))
-        for output in llm.llm_engine.step():
-            if output.finished:
-                found[output.request_id] = list(output.outputs[0].token_ids)
-                alive.discard(output.request_id)
-        if alive and rng.random() < 0.05:
-            victim = rng.choice(sorted(alive))
-            llm.llm_engine.abort_request([victim])
-            alive.discard(victim)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["full", "window"])
-def test_aborts_and_slow_transfers_under_pressure(
-    folders: ModelFolders, kind: str
-) -> None:
-    rng = random.Random(kind)
-    shared = random_prompts([30, 50, 64], seed=7)
-    tails = random_prompts([rng.randrange(1, 30) for _ in range(200)], seed=8)
-    prompts = [rng.choice(shared) + tail for tail in tails]
-    # As many blocks as two requests need at their longest.
-    per_group = -(-(64 + 30 + 12) // 16)
-    blocks = 1 + 2 * per_group * (1 if kind == "full" else 3)
-    settings = {"num_gpu_blocks_override": blocks, "max_model_len": 112}
-    expected = tokens_of(run(folders[kind], prompts, num_tokens=12))
-    with engine(folders[kind], offloading(num_cpu_blocks=24), **settings) as llm:
-        free = num_free(llm)
-        slow_down(llm, rng)
-        found = serve_with_aborts(llm, prompts, rng, 12)
-        end_transfers(llm)
-        assert num_free(llm) == free
-        assert scheduler_of(llm).connector.scheduler.slots.is_idle
-        assert len(found) > 100
-        for request_id, tokens in found.items():
-            assert tokens == expected[int(request_id)]
 
 
 # --- settings -------------------------------------------------------------------------
