@@ -6,15 +6,11 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.platforms.cpu_threads import allowed_cpus, place
-from vllm.utils.import_utils import resolve
 from vllm.utils.mem_utils import available_memory_bytes, format_gib
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 logger = init_logger(__name__)
-
-_KV_TRANSFER_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 
 
 class CPUWorker(WorkerBase):
@@ -60,15 +56,3 @@ class CPUWorker(WorkerBase):
                 "VLLM_CPU_KVCACHE_SPACE"
             )
         return asked
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        if not self.vllm_config.kv_transfer_is_on:
-            super().initialize_from_config(kv_cache_config)
-            return
-        # The connector comes first: it may say from which memory the caches are taken.
-        start = resolve(f"{_KV_TRANSFER_STATE}:ensure_kv_transfer_initialized")
-        start(self.vllm_config, kv_cache_config)
-        connector = resolve(f"{_KV_TRANSFER_STATE}:get_kv_transfer_group")()
-        with connector.get_mem_pool_context():
-            super().initialize_from_config(kv_cache_config)
-        self.model_runner.set_kv_connector(connector)
