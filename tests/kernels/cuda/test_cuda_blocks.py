@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from vllm.v1.attention.ops import blocks
 from vllm.v1.attention.ops.cuda_kernels import BlockMover, block_runs
 
 pytestmark = pytest.mark.usefixtures("emulated")
@@ -79,3 +80,24 @@ def test_pairs_have_two_columns() -> None:
     view, _ = strided(*CACHES["dense"])
     with pytest.raises(ValueError, match=r"expected \[n, 2\]"):
         BlockMover([view]).copy(torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("copies", [[(3, 0), (2, 5)], [(3, 0), (0, 5)], []])
+def test_a_gpu_copies_any_pairs_as_if_sources_were_read_first(
+    monkeypatch: pytest.MonkeyPatch, copies: list[tuple[int, int]]
+) -> None:
+    """By the kernel, unless a block is both a source and a target."""
+    monkeypatch.setattr(blocks, "_on_gpu", lambda cache: True)
+    calls: list[torch.Tensor] = []
+    kernel = BlockMover.copy
+    monkeypatch.setattr(
+        BlockMover, "copy", lambda self, pairs: calls.append(kernel(self, pairs))
+    )
+    view, _ = strided(*CACHES["padded"])
+    wanted = view.clone()
+    before = [view[source].clone() for source, _ in copies]
+    for (_, target), read in zip(copies, before, strict=True):
+        wanted[target] = read
+    blocks.BlockCopier([view]).copy(copies)
+    assert torch.equal(view, wanted)
+    assert len(calls) == (copies == [(3, 0), (2, 5)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.ops.blocks import BlockCopier
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -21,7 +22,6 @@ from vllm.v1.worker.kv_cache_init import (
     allocate_pages,
     bind_kv_caches,
     byte_view,
-    copy_blocks,
     create_kv_caches,
     kernel_byte_view,
     zeroed_bytes,
@@ -396,8 +396,9 @@ def test_blocks_are_copied_whole():
     cache = torch.arange(24.0).view(4, 6)
     want = cache.clone()
     want[3], want[0] = want[1].clone(), want[2].clone()
-    copy_blocks([cache], [(1, 3), (2, 0)])
-    copy_blocks([cache], [])
+    copier = BlockCopier([cache])
+    copier.copy([(1, 3), (2, 0)])
+    copier.copy([])
     assert torch.equal(cache, want)
 
 

@@ -28,6 +28,7 @@ from vllm.testing.kv_connector.states import (
     picks,
 )
 from vllm.testing.kv_connector.watch import WorkerWatch
+from vllm.v1.attention.ops.blocks import BlockCopier
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -35,7 +36,6 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from vllm.v1.worker.kv_cache_init import (
     allocate_pages,
     byte_view,
-    copy_blocks,
     is_recurrent,
     state_views,
     typed_view,
@@ -264,7 +264,7 @@ class FakeWorker:
         for tensor in tensors.values():
             for block_id in step.new_block_ids_to_zero or ():
                 tensor[block_id] = 0
-        copy_blocks(tensors.values(), step.kv_cache_block_copies or [])
+        BlockCopier(list(tensors.values())).copy(step.kv_cache_block_copies or [])
 
     def _take_in(self, step: SchedulerOutput) -> dict[str, int]:
         """Learns of requests; where each of the step's requests starts."""

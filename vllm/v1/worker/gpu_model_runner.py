@@ -23,6 +23,7 @@ from vllm.utils.mem_utils import format_bytes
 from vllm.v1.attention.backends.utils import (
     reorder_batch_to_split_decodes_and_prefills,
 )
+from vllm.v1.attention.ops.blocks import BlockCopier
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import (
@@ -41,7 +42,6 @@ from vllm.v1.worker.input_prep import InputPreparer, StepInputs
 from vllm.v1.worker.kv_cache_init import (
     BoundLayer,
     bind_kv_caches,
-    copy_blocks,
     create_kv_caches,
 )
 from vllm.v1.worker.kv_connector import ConnectorSteps
@@ -94,6 +94,7 @@ class GPUModelRunner:
         self.kv_caches: dict[str, Any] = {}
         self.connector: ConnectorSteps | None = None
         self.graphs: DecodeGraphs | None = None
+        self.copier: BlockCopier | None = None
 
     @property
     def requests(self) -> dict[str, Any]:
@@ -338,7 +339,9 @@ class GPUModelRunner:
         if scheduled.new_block_ids_to_zero:
             self.zeroer.zero_block_ids(scheduled.new_block_ids_to_zero)
         if scheduled.kv_cache_block_copies:
-            copy_blocks(self._cache_tensors(), scheduled.kv_cache_block_copies)
+            if self.copier is None:
+                self.copier = BlockCopier(self._cache_tensors())
+            self.copier.copy(scheduled.kv_cache_block_copies)
 
     def _cache_tensors(self) -> list[torch.Tensor]:
         """Every cache once: layers of other groups may lie over the same bytes."""
@@ -422,5 +425,6 @@ class GPUModelRunner:
         self.vllm_config.compilation_config.static_forward_context.clear()
         self.kv_caches = {}
         self.attn_groups = []
+        self.graphs = self.copier = None
         for name in ("model", "zeroer", "input_batch", "inputs"):
             self.__dict__.pop(name, None)

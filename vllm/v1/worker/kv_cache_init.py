@@ -6,7 +6,7 @@ states, bytes of a state; a layer sees it in the spec's dtype.
 """
 
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -401,14 +401,3 @@ def bind_kv_caches(
                 f"layer {name!r} shares the KV cache of {target!r}, which has none"
             )
         forward_context[name].kv_cache = kv_caches[target]
-
-
-def copy_blocks(
-    caches: Iterable[torch.Tensor], copies: Sequence[tuple[int, int]]
-) -> None:
-    """Copies whole manager blocks (source, target) in every cache [num_blocks, …]."""
-    if not copies:
-        return
-    sources, targets = map(list, zip(*copies, strict=True))
-    for cache in caches:
-        cache[targets] = cache[sources]
