@@ -9,19 +9,21 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from typing import TypeVar
 
 from openai import AsyncOpenAI, OpenAI
 
+T = TypeVar("T")
 READY = re.compile(r"is ready on (https?://[\w.:\[\]]+)")
 
 
-class RemoteServer:
-    """Starts on a free port; `url` is known once the server has said it is ready."""
+class RemoteCommand:
+    """A subcommand of `vllm` that serves on a free port; `url` is known once it has
+    said that it is ready."""
 
     def __init__(
         self,
-        model: str,
-        args: Sequence[str] = (),
+        words: Sequence[str],
         env: dict[str, str] | None = None,
         timeout: float = 120.0,
     ) -> None:
@@ -30,7 +32,7 @@ class RemoteServer:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "vllm.entrypoints.cli.main"),
-                *("serve", model, "--port", "0", *args),
+                *(*words, "--port", "0"),
             ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -81,7 +83,7 @@ class RemoteServer:
             self.process.kill()
             return self.process.wait()
 
-    def __enter__(self) -> "RemoteServer":
+    def __enter__(self: T) -> T:
         return self
 
     def __exit__(
@@ -91,3 +93,16 @@ class RemoteServer:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+class RemoteServer(RemoteCommand):
+    """`vllm serve`."""
+
+    def __init__(
+        self,
+        model: str,
+        args: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        timeout: float = 120.0,
+    ) -> None:
+        super().__init__(["serve", model, *args], env, timeout)

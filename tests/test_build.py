@@ -138,6 +138,7 @@ def test_the_wheel_is_of_one_platform_and_carries_the_library(
     assert set(re.findall(r"^Provides-Extra: (.+)$", text, re.M)) == {
         "demo",
         "demo-gemma",
+        "nixl",
         "test",
     }
 

@@ -13,6 +13,25 @@ def get_open_port(host: str = "127.0.0.1") -> int:
         return sock.getsockname()[1]
 
 
+def listen_on(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, taken before anything slow begins.
+
+    Raises ValueError when the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error}): stop what uses it or choose "
+            "another with --host and --port"
+        ) from None
+    return sock
+
+
 def get_open_zmq_ipc_path() -> str:
     """A fresh ipc:// address in the system's temporary folder."""
     return f"ipc://{Path(tempfile.gettempdir()) / f'vllm-{uuid.uuid4().hex}'}"

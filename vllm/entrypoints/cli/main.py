@@ -21,6 +21,10 @@ _COMMANDS = {
         "show what the KV cache of a model costs in each format",
         "vllm.entrypoints.cli.kv_plan",
     ),
+    "disagg-proxy": (
+        "send prompts to prefill servers and what follows to decode servers",
+        "vllm.entrypoints.cli.disagg_proxy",
+    ),
     "bench": ("measure speed and accuracy", "vllm.entrypoints.cli.bench"),
     "collect-env": (
         "print versions and hardware for a report",

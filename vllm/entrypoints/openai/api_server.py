@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.disconnect import until_disconnect
 from vllm.entrypoints.openai.errors import install_error_handlers
 from vllm.entrypoints.openai.middleware import (
     ApiKeyMiddleware,
@@ -32,11 +33,12 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from vllm.entrypoints.openai.serving import ServingContext, until_disconnect
+from vllm.entrypoints.openai.serving import ServingContext
 from vllm.entrypoints.openai.serving_chat import ChatServer, chat_prompt
 from vllm.entrypoints.openai.serving_completion import CompletionServer
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.utils.network_utils import listen_on
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
 
@@ -251,28 +253,9 @@ def load_chat_template(template: str | None) -> str | None:
     return path.read_text()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before any weights are loaded.
-
-    Raises ValueError when the address cannot be bound.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-    except (OSError, OverflowError) as error:
-        sock.close()
-        raise ValueError(
-            f"cannot listen on {host}:{port} ({error}): stop what uses it or choose "
-            "another with --host and --port"
-        ) from None
-    return sock
-
-
 async def run_server(args: argparse.Namespace) -> None:
     """Serves until SIGINT or SIGTERM. Raises ValueError for what cannot be served."""
-    sock = bind(args.host, args.port)
+    sock = listen_on(args.host, args.port)
     try:
         load_chat_template(args.chat_template)
         engine_args = AsyncEngineArgs.from_cli_args(args)

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
-from fastapi import Request
-
 from vllm.config import VllmConfig
 from vllm.entrypoints.openai.errors import NotFoundError
 from vllm.entrypoints.openai.protocol import (
@@ -252,24 +250,3 @@ async def primed(stream: AsyncIterator[T]) -> AsyncIterator[T]:
             await stream.aclose()  # type: ignore[attr-defined]
 
     return whole()
-
-
-async def until_disconnect(request: Request, work: Any) -> Any:
-    """Awaits `work`, and cancels it when the client goes away.
-
-    Returns None in that case.
-    """
-    task = asyncio.ensure_future(work)
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watcher = asyncio.ensure_future(disconnected())
-    done, _ = await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    if task in done:
-        watcher.cancel()
-        return task.result()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    return None

@@ -71,16 +71,25 @@ class Keeper:
     # --- for the engine ---------------------------------------------------------------
 
     def keep(self, remote: RemotePrefill) -> None:
-        """Asks for pages, and goes on asking until `drop`. ValueError for a host that
-        is not known."""
+        """Asks for pages, and goes on asking until `drop`."""
         with self._lock:
             self._kept.setdefault(remote.key, _Kept(remote))
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="kv-lease-keeper", daemon=True
-                )
-                self._thread.start()
+            self._start()
         self._wake.set()
+
+    def release(self, remote: RemotePrefill) -> None:
+        """Tells the other engine that nobody wants some pages."""
+        with self._lock:
+            self._releases.append(remote)
+            self._start()
+        self._wake.set()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="kv-lease-keeper", daemon=True
+            )
+            self._thread.start()
 
     def state(self, key: Key) -> Hold:
         with self._lock:
@@ -173,14 +182,13 @@ class Keeper:
                 is_held = key[1] in held.request_ids
                 kept.state = Hold.HELD if is_held else Hold.GONE
                 kept.renew_at = again
-                if not is_held:
-                    why = "does not answer" if answer is None else "has let them go"
+                if answer is None:
                     logger.warning(
-                        "KV pages of request %s are gone: the engine on %s:%d %s",
+                        "KV pages of request %s are gone: the engine on %s:%d does not "
+                        "answer",
                         key[1],
                         kept.remote.host,
                         kept.remote.port,
-                        why,
                     )
 
 

@@ -71,7 +71,7 @@ class _User:
 
 class NixlConnectorScheduler:
     """Requests with `do_remote_prefill` are loaded, those with `do_remote_decode` are
-    held until they were read."""
+    held until they were read. One with `do_remote_release` says that nobody will."""
 
     def __init__(
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
@@ -164,7 +164,9 @@ class NixlConnectorScheduler:
     def on_new_request(self, request: Any) -> None:
         """ValueError for `kv_transfer_params` that no prefill engine has made."""
         params = request.kv_transfer_params or {}
-        if params.get("do_remote_prefill") and self.settings.reads:
+        if params.get("do_remote_release") and self.settings.reads:
+            self.keeper.release(RemotePrefill.from_params(params))
+        elif params.get("do_remote_prefill") and self.settings.reads:
             remote = RemotePrefill.from_params(params)
             if len(remote.block_ids) != len(self._sizes):
                 raise ValueError(
@@ -204,7 +206,14 @@ class NixlConnectorScheduler:
             return None, False
         if user.end is None:
             user.end = self._end_of(request, source.remote)
-        if hold is Hold.GONE or user.end <= num_local:
+        if user.end <= num_local:
+            return 0, False
+        if hold is Hold.GONE:
+            logger.warning(
+                "KV pages of request %s are gone: its prompt is computed here",
+                source.remote.request_id,
+            )
+            source.is_spent = True
             return 0, False
         user.num_local = num_local
         return user.end - num_local, True

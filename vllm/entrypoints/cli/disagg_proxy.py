@@ -1,0 +1,58 @@
+"""`vllm disagg-proxy --prefill URL --decode URL`."""
+
+import argparse
+import asyncio
+
+import uvicorn
+
+from vllm.entrypoints.disagg.proxy import build_app
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.network_utils import listen_on
+
+# How long running requests have to end when the proxy is stopped.
+_SHUTDOWN_S = 5
+
+
+def add_arguments(parser: FlexibleArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--prefill",
+        nargs="+",
+        required=True,
+        metavar="URL",
+        help="servers that compute prompts, used in turn",
+    )
+    add(
+        "--decode",
+        nargs="+",
+        required=True,
+        metavar="URL",
+        help="servers that go on from there, used in turn",
+    )
+    add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0: all)")
+    add("--port", type=int, default=8000, help="port to listen on (0: any free one)")
+    add("--uvicorn-log-level", default="warning", help="log level of the HTTP loop")
+
+
+def run(args: argparse.Namespace) -> int:
+    app = build_app(args.prefill, args.decode)
+    sock = listen_on(args.host, args.port)
+    try:
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                log_level=args.uvicorn_log_level,
+                access_log=False,
+                timeout_graceful_shutdown=_SHUTDOWN_S,
+            )
+        )
+        host, port = sock.getsockname()[:2]
+        print(
+            f"The proxy is ready on http://{host}:{port} (prompts go to "
+            f"{', '.join(args.prefill)}, what follows to {', '.join(args.decode)})",
+            flush=True,
+        )
+        asyncio.run(server.serve(sockets=[sock]))
+    finally:
+        sock.close()
+    return 0

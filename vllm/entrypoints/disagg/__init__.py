@@ -1,0 +1,1 @@
+"""Serving in which prompts are computed by other engines than what follows."""
