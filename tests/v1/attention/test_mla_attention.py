@@ -9,6 +9,7 @@ import torch
 from tests.v1.attention.paged_batch import UNUSED_BLOCK, naive_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import reference
+from vllm.v1.attention.backends.mla.common import MLACommonBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.mla.reference import MLAReferenceImpl
 from vllm.v1.attention.ops import cpu_kernels, cpu_latent
@@ -25,6 +26,8 @@ MIXED = [(1, 40), (33, 33), (1, 7), (9, 57), (5, 5), (1, 1)]
 
 class LatentBatch:
     """Random latents written in two steps into pages full of noise."""
+
+    backend: type[MLACommonBackend] = CPUMLABackend
 
     def __init__(
         self,
@@ -43,7 +46,8 @@ class LatentBatch:
         self.generator = torch.Generator().manual_seed(5)
         self.fmt = by_name(name).resolve(dtype)
         self.window = impl.get("sliding_window")
-        self.impl = (MLAReferenceImpl if torch_only else CPUMLAImpl)(
+        impl_cls: Any = MLAReferenceImpl if torch_only else self.backend.get_impl_cls()
+        self.impl = impl_cls(
             HEADS,
             self.lora + self.rope,
             0.11,
@@ -128,7 +132,7 @@ class LatentBatch:
             block_table_tensor=self.block_table,
             slot_mapping=torch.cat(slots),
         )
-        builder = CPUMLABackend.get_builder_cls()(
+        builder = self.backend.get_builder_cls()(
             self.spec, ["layer"], None, torch.device("cpu")
         )
         query = torch.cat(self.queries)

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from vllm.v1.attention.backend import CacheDType, MultipleOf
-from vllm.v1.attention.backends.optional import OptionalBackend
+from vllm.v1.attention.backend import AttentionBackend, CacheDType, MultipleOf
+from vllm.v1.attention.backends.triton_attn import TritonKernelBackend
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_formats import by_mode, mode_by_name
 
 
-class TurboQuantAttentionBackend(OptionalBackend):
+class TurboQuantAttentionBackend(TritonKernelBackend):
     """Decoder attention in half precision over rotated, codebook-quantised keys."""
 
     accept_output_buffer = True
@@ -24,8 +24,6 @@ class TurboQuantAttentionBackend(OptionalBackend):
         "turboquant_k3v4_nc",
         "turboquant_3bit_nc",
     ]
-    supported_devices = ("cuda", "rocm")
-    required_packages = ("triton",)
 
     @staticmethod
     def get_name() -> str:
@@ -45,7 +43,7 @@ class TurboQuantAttentionBackend(OptionalBackend):
         cache_dtype_str: CacheDType = "turboquant_4bit_nc",
     ) -> tuple[int, ...]:
         """[B, H, N, C], as by default, but for one of this backend's own formats."""
-        return OptionalBackend.get_kv_cache_shape(
+        return AttentionBackend.get_kv_cache_shape(
             num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str
         )
 

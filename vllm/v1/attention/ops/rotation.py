@@ -27,14 +27,13 @@ class Rotation:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., D] in the space of the stored vectors, in x's dtype."""
-        return _times(x, self._matrix(x))
+        return _times(x, _orthonormal(block_size(x.shape[-1]), self.signed, x.device))
 
-    def back(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `forward`."""
-        return _times(x, self._matrix(x).T)
-
-    def _matrix(self, x: torch.Tensor) -> torch.Tensor:
-        return _orthonormal(block_size(x.shape[-1]), self.signed, x.device)
+    def back(self, x: torch.Tensor, block: int | None = None) -> torch.Tensor:
+        """The inverse of `forward`; `block` is the whole vector's where x [..., D]
+        is a part of it."""
+        block = block or block_size(x.shape[-1])
+        return _times(x, _orthonormal(block, self.signed, x.device).T)
 
 
 def rotation_of(fmt: KVFormat, head_size: int) -> Rotation | None:

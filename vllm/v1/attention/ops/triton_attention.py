@@ -11,44 +11,16 @@ import triton.language as tl
 
 from vllm.v1.attention.ops.triton_loaders import load_key, load_value
 from vllm.v1.attention.ops.triton_softmax import (
+    add_weighted,
     cells_at,
+    reach_of,
     request_of_tile,
+    seen_by,
     softmax_step,
     tanh,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def add_values(
-    sums,
-    weights,
-    cells,
-    mask,
-    C: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PAD: tl.constexpr,
-    DOT: tl.constexpr,
-):
-    """`sums` [M, PAD] plus weights [M, N] times the values of the cells.
-
-    Factors of the states go into the weights, so that codes enter the product exactly;
-    float16 weights are kept near 1 for it.
-    """
-    values, factor, shift = load_value(cells, mask, C, ALIGN, PAD, DOT)
-    if C.FAMILY == "plain":
-        sums = tl.dot(weights.to(DOT), values, sums, input_precision="ieee")
-    elif tl.float16 == DOT:
-        highest = tl.maximum(tl.max(factor, axis=0), 1e-30)
-        scaled = (weights * (factor / highest)[None, :]).to(DOT)
-        sums += tl.dot(scaled, values, input_precision="ieee") * highest
-    else:
-        scaled = (weights * factor[None, :]).to(DOT)
-        sums = tl.dot(scaled, values, sums, input_precision="ieee")
-    if C.FAMILY == "turboquant":
-        sums += tl.sum(weights * shift[None, :], axis=1)[:, None]
-    return sums
 
 
 @triton.jit
@@ -93,9 +65,8 @@ def paged_attention_kernel(
     queries times the GROUP heads that share a KV head. With ONE_QUERY, BLOCK_Q is 1 and
     no request has more. `score_scale` and `soft_cap` include log2 e.
 
-    CAUSAL: "all", "none", or "some", told per request by bool `causal_ptr`. WINDOW: 0
-    is unlimited. With SPLITS > 1 partial sums go to `sums_ptr` and `stats_ptr`, as
-    `merge_splits_kernel` takes them.
+    CAUSAL and WINDOW are those of `reach_of`. With SPLITS > 1 partial sums go to
+    `sums_ptr` and `stats_ptr`, as `merge_splits_kernel` takes them.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -121,31 +92,25 @@ def paged_attention_kernel(
         mask=used[:, None] & (d < C.D)[None, :],
         other=0.0,
     ).to(DOT)
-    # Positions of the queries, and of the keys that any of them sees: [begin, end).
     position = context - num_queries + query
     first = context - num_queries + first_query
     last = context - num_queries + tl.minimum(first_query + BLOCK_Q, num_queries) - 1
-    end = context
-    causal = True
-    if CAUSAL == "all":
-        end = last + 1
-    elif CAUSAL == "some":
-        causal = tl.load(causal_ptr + request) != 0
-        end = tl.where(causal, last + 1, end)
-    begin = first * 0
-    if WINDOW > 0:
-        begin = tl.maximum(first - WINDOW + 1, 0)
-        end = tl.minimum(end, last + WINDOW)
-    origin = begin // BLOCK_N * BLOCK_N
-    stop = end
-    if SPLITS > 1:
-        tiles = tl.cdiv(tl.cdiv(end - origin, BLOCK_N), SPLITS)
-        origin += tl.program_id(2) * tiles * BLOCK_N
-        stop = tl.minimum(end, origin + tiles * BLOCK_N)
-
+    split = tl.program_id(2)
+    begin, origin, stop, causal = reach_of(
+        first,
+        last,
+        context,
+        causal_ptr,
+        request,
+        split,
+        BLOCK_N,
+        WINDOW,
+        CAUSAL,
+        SPLITS,
+    )
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if SINKS and (SPLITS == 1 or tl.program_id(2) == 0):
+    if SINKS and (SPLITS == 1 or split == 0):
         top = tl.load(sinks_ptr + head, mask=used, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     sums = tl.zeros((BLOCK_M, PAD_V), tl.float32)
@@ -162,18 +127,14 @@ def paged_attention_kernel(
             scores *= factor[None, :]
         if CAPPED:
             scores = tanh(scores / soft_cap) * soft_cap
-        seen = stored[None, :] & used[:, None]
-        distance = position[:, None] - keys_at[None, :]
-        if CAUSAL == "all":
-            seen = seen & (distance >= 0)
-        elif CAUSAL == "some":
-            seen = seen & ((distance >= 0) | (causal == 0))
-        if WINDOW > 0:
-            seen = seen & (distance < WINDOW) & (distance > -WINDOW)
+        seen = seen_by(position, used, keys_at, stored, causal, WINDOW, CAUSAL)
         scores = tl.where(seen, scores, float("-inf"))
         weights, kept, top, total = softmax_step(scores, top, total)
+        values, factor, shift = load_value(cells, stored, C, P.ALIGN, PAD_V, DOT)
         sums *= kept[:, None]
-        sums = add_values(sums, weights, cells, stored, C, P.ALIGN, PAD_V, DOT)
+        sums = add_weighted(sums, weights, values, factor, C.FAMILY != "plain", DOT)
+        if C.FAMILY == "turboquant":
+            sums += tl.sum(weights * shift[None, :], axis=1)[:, None]
 
     sums *= value_scale
     dv = tl.arange(0, PAD_V)
@@ -184,7 +145,7 @@ def paged_attention_kernel(
         tl.store(at + dv[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
     else:
         heads = tl.num_programs(1) * GROUP
-        part = (token * heads + head) * SPLITS + tl.program_id(2)
+        part = (token * heads + head) * SPLITS + split
         tl.store(stats_ptr + part * 2, top, mask=used)
         tl.store(stats_ptr + part * 2 + 1, total, mask=used)
         at = sums_ptr + part[:, None] * C.DV + dv[None, :]

@@ -70,6 +70,7 @@ def cell_constants(
     return Constants(
         FAMILY=family(fmt),
         NORM_CORRECTION=isinstance(fmt, TurboQuant) and fmt.norm_correction,
+        SCALE_COLUMNS=getattr(fmt, "scale_columns", 1),
         KEY_BITS=fmt.key_bits if isinstance(fmt, TurboQuant) else 0,
         D=head_size,
         DV=head_size_v,
@@ -103,6 +104,7 @@ def page_constants(pages: torch.Tensor) -> Constants:
     )
 
 
+@lru_cache(maxsize=256)
 def strides_as_constants(
     page: int, block: int, head: int, state: int, misalignment: int = 0
 ) -> Constants:

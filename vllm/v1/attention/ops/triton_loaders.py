@@ -223,3 +223,98 @@ def load_value(
         step = load_f16(cells, mask, C.V_SCALE_OFFSET, ALIGN)
         lowest = load_f16(cells, mask, C.V_ZERO_OFFSET, ALIGN)
         return codes.to(tl.float32).to(DOT), step, lowest
+
+
+# --- latents ------------------------------------------------------------------------
+
+
+@triton.jit
+def load_latent(
+    cells,
+    mask,
+    C: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LORA: tl.constexpr,
+    PAD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The first LORA elements of states [N]: numbers [N, PAD], factors [N]."""
+    if C.FAMILY == "record":
+        tl.static_assert(C.NOPE_COUNT == PAD and LORA == PAD)
+        codes = load_floats(
+            cells + C.NOPE_OFFSET, mask, C.NOPE_DTYPE, PAD, PAD, tl.float32
+        )
+        N: tl.constexpr = cells.shape[0]
+        TILES: tl.constexpr = C.NOPE_SCALE_COUNT
+        scales = load_tile_scales(cells, mask, C, ALIGN, TILES)
+        tiles = tl.reshape(codes, (N, TILES, PAD // TILES)) * scales[:, :, None]
+        latents = tl.reshape(tiles, (N, PAD)).to(DOT)
+        return latents, tl.full((N,), 1.0, tl.float32)
+    else:
+        return load_part(cells, mask, C, ALIGN, 0, LORA, PAD, DOT)
+
+
+@triton.jit
+def load_rope(
+    cells,
+    mask,
+    C: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LORA: tl.constexpr,
+    PAD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """The elements from LORA on of states [N]: numbers [N, PAD]; they count as often as
+    the latent's."""
+    if C.FAMILY == "record":
+        at = cells + C.ROPE_OFFSET
+        return load_floats(at, mask, C.ROPE_DTYPE, C.ROPE_COUNT, PAD, DOT)
+    else:
+        return load_part(cells, mask, C, ALIGN, LORA, C.D - LORA, PAD, DOT)[0]
+
+
+@triton.jit
+def load_part(
+    cells,
+    mask,
+    C: tl.constexpr,
+    ALIGN: tl.constexpr,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    PAD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Elements FIRST to FIRST + COUNT of keys [N]: numbers [N, PAD], factors [N]."""
+    at = cells + (C.K_OFFSET + FIRST * C.K_BYTES // C.D)
+    if C.FAMILY == "plain":
+        part = load_floats(at, mask, C.K_DTYPE, COUNT, PAD, DOT)
+        return part, tl.full((cells.shape[0],), 1.0, tl.float32)
+    else:
+        tl.static_assert(C.FAMILY == "per_token_head")
+        scale = load_f32(cells, mask, C.K_SCALE_OFFSET, ALIGN)
+        if C.K_DTYPE == "u4":
+            codes = load_nibbles(at, mask, COUNT // 2, PAD)
+            part, step = without_zero_point(codes, scale, COUNT, PAD)
+            return part.to(DOT), step
+        else:
+            return load_floats(at, mask, C.K_DTYPE, COUNT, PAD, DOT), scale
+
+
+@triton.jit
+def load_tile_scales(
+    cells, mask, C: tl.constexpr, ALIGN: tl.constexpr, TILES: tl.constexpr
+):
+    """Scales [N, TILES] of a record in float32, in the order of the elements. Scale s
+    lies in column s % SCALE_COLUMNS of the stored table, row s // SCALE_COLUMNS."""
+    s = tl.arange(0, TILES)
+    ROWS: tl.constexpr = TILES // C.SCALE_COLUMNS
+    place = s % C.SCALE_COLUMNS * ROWS + s // C.SCALE_COLUMNS
+    at = cells + C.NOPE_SCALE_OFFSET
+    if C.NOPE_SCALE_DTYPE == "f32":
+        tl.static_assert(ALIGN % 4 == 0 and C.NOPE_SCALE_OFFSET % 4 == 0)
+        words = at.to(tl.pointer_type(tl.float32))
+        return tl.load(words[:, None] + place[None, :], mask=mask[:, None], other=0.0)
+    else:
+        tl.static_assert(C.NOPE_SCALE_DTYPE == "e4m3")
+        codes = tl.load(at[:, None] + place[None, :], mask=mask[:, None], other=0)
+        return e4m3_decode(codes)

@@ -63,19 +63,20 @@ def paged_attention(
     format. Tokens past the last request get anything. `num_splits` overrides into how
     many parts contexts are cut. ValueError for shapes and formats that do not fit.
     """
-    rotation = rotation_of(fmt, query.shape[2])
+    rotation, rotation_v = rotation_of(fmt, query.shape[2]), None
     target = out
     if rotation is not None:
         query, scale = rotation.forward(query), scale * rotation.factor
         if rotation.rotates_values:
+            rotation_v = rotation_of(fmt, out.shape[2])
             target = torch.empty_like(out, dtype=torch.float32)
     calls = attention_calls(
         target, query, pages, fmt, requests, scale, masks, scales, num_splits
     )
     for call in calls:
         call.launch()
-    if rotation is not None and rotation.rotates_values:
-        out.copy_(rotation.back(target) * rotation.factor)
+    if rotation_v is not None:
+        out.copy_(rotation_v.back(target) * rotation_v.factor)
 
 
 def attention_calls(

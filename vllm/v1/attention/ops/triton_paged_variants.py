@@ -1,7 +1,7 @@
 """The variants of paged attention that are compiled ahead of time, to be checked.
 
-Every format of the kernel at the head sizes of models, in prefill and decode, with
-windows, soft caps and sinks on some. They are made from calls, as launches are.
+Every format of the kernel, in prefill and decode, with windows, soft caps and sinks on
+some. They are made from calls, as launches are.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from vllm.v1.attention.ops.triton_batch import PLAIN_MASKS, Masks, Requests
+from vllm.v1.attention.ops.triton_call import Call
 from vllm.v1.attention.ops.triton_paged import attention_calls, serves
 from vllm.v1.attention.ops.triton_variants import KernelVariant
 from vllm.v1.kv_formats import KVFormat, all_formats
 
-_KV_HEADS, _PAGE, _SPLITS = 2, 16, 8
-# Head size -> query heads per KV head.
-_SHAPES = {64: 3, 80: 1, 128: 4, 256: 8}
+_KV_HEADS, _GROUP, _PAGE, _SPLITS = 2, 4, 16, 8
 
 
 def formats() -> Iterator[KVFormat]:
@@ -29,26 +28,32 @@ def formats() -> Iterator[KVFormat]:
 
 
 def variants() -> Iterator[KernelVariant]:
-    """See `triton_variants.SOURCES`."""
+    """See `triton_variants.SOURCES`. Other head sizes lie between these two."""
+    masks = Masks(sliding_window=1024, soft_cap=30.0, sinks=torch.zeros(8))
     for fmt in formats():
-        for size in _SHAPES:
-            yield from _variants(fmt, torch.bfloat16, size, decode=True)
-            yield from _variants(fmt, torch.bfloat16, size, decode=False)
-        masks = Masks(sliding_window=1024, soft_cap=30.0, sinks=torch.zeros(8))
-        yield from _variants(fmt, torch.float16, 128, decode=False, masks=masks)
-        yield from _variants(fmt, torch.float32, 128, decode=True, masks=masks)
+        for decode in (True, False):
+            for size, asked in ((128, PLAIN_MASKS), (256, masks)):
+                call = _calls(fmt, torch.bfloat16, size, decode, asked)[0]
+                yield call.variant(f"{_name(fmt, decode)}: {size}")
+        call = _calls(fmt, torch.float16, 128, True, masks)[0]
+        yield call.variant(f"{_name(fmt, True)}: 128 in float16")
+    for fmt in formats():
+        if fmt.storage_dtype(torch.float32) is torch.float32:
+            call = _calls(fmt, torch.float32, 128, False, masks)[0]
+            yield call.variant(f"{_name(fmt, False)}: 128 in float32")
+            merge = _calls(fmt, torch.float32, 512, True, PLAIN_MASKS)[1]
+            yield merge.variant("attention merge: 512")
 
 
-def _variants(
-    fmt: KVFormat,
-    dtype: torch.dtype,
-    size: int,
-    decode: bool,
-    masks: Masks = PLAIN_MASKS,
-) -> Iterator[KernelVariant]:
+def _name(fmt: KVFormat, decode: bool) -> str:
+    return f"attention {'decode' if decode else 'prefill'} {fmt.name}"
+
+
+def _calls(
+    fmt: KVFormat, dtype: torch.dtype, size: int, decode: bool, masks: Masks
+) -> list[Call]:
     """Of decode: the kernel that writes partial sums and the one that joins them."""
-    heads = _KV_HEADS * _SHAPES[size]
-    query = torch.zeros(2, heads, size, dtype=dtype)
+    query = torch.zeros(2, _KV_HEADS * _GROUP, size, dtype=dtype)
     nbytes = fmt.layout(size, size, dtype).nbytes
     pages = torch.zeros(2, _KV_HEADS, _PAGE, nbytes, dtype=torch.uint8)
     requests = Requests(
@@ -58,12 +63,7 @@ def _variants(
         max_query_len=1 if decode else 2,
         max_seq_len=2,
     )
-    calls = attention_calls(
-        query, query, pages, fmt, requests, 1.0, masks, num_splits=8 if decode else 1
+    splits = _SPLITS if decode else 1
+    return attention_calls(
+        query, query, pages, fmt, requests, 1.0, masks, num_splits=splits
     )
-    kind = "decode" if decode else "prefill"
-    special = "" if masks is PLAIN_MASKS else " window cap sinks"
-    types = str(dtype).removeprefix("torch.")
-    yield calls[0].variant(f"attention {kind} {fmt.name} {types} {size}{special}")
-    if len(calls) > 1 and fmt.resolve(dtype).storage_dtype(dtype) is dtype:
-        yield calls[1].variant(f"attention merge {types} {size}{special}")

@@ -1,4 +1,5 @@
-"""FLASHMLA_SPARSE: facts of FlashMLA's kernels over selected latents."""
+"""FLASHMLA_SPARSE: facts of the kernels over selected latents. Publishing imports no
+triton."""
 
 from __future__ import annotations
 
@@ -6,16 +7,24 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from vllm.v1.attention.backend import CacheDType, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionMetadataBuilder,
+    CacheDType,
+    MultipleOf,
+)
 from vllm.v1.attention.backends.mla.common import MLACommonBackend
-from vllm.v1.kv_formats import KVQuantMode, mode_by_name
+from vllm.v1.attention.backends.triton_attn import (
+    OLDEST_CAPABILITY,
+    TritonAttentionMetadataBuilder,
+)
 
 if TYPE_CHECKING:
     from vllm.platforms.interface import DeviceCapability
 
 
 class FlashMLASparseBackend(MLACommonBackend):
-    """Compute capability 9.x and 10.x; every quantised page is a DeepSeek record."""
+    """Every quantised page is a DeepSeek record. The kernels are Triton's, so they run
+    wherever it does."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
@@ -28,12 +37,17 @@ class FlashMLASparseBackend(MLACommonBackend):
     kv_cache_dtype_meanings: ClassVar[dict[CacheDType, CacheDType]] = {
         "fp8": "fp8_ds_mla"
     }
-    supported_devices = ("cuda",)
-    required_packages = ("flash_mla",)
+    supported_devices = ("cuda", "rocm", "xpu")
+    required_packages = ("triton",)
+    impl_path = "vllm.v1.attention.backends.mla.flashmla_sparse_impl:FlashMLASparseImpl"
 
     @staticmethod
     def get_name() -> str:
         return "FLASHMLA_SPARSE"
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return TritonAttentionMetadataBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
@@ -41,7 +55,7 @@ class FlashMLASparseBackend(MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [512, 576]
+        return [576]
 
     @classmethod
     def is_sparse(cls) -> bool:
@@ -49,23 +63,4 @@ class FlashMLASparseBackend(MLACommonBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return capability[0] in (9, 10)
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: CacheDType | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        device_capability: DeviceCapability | None,
-    ) -> str | None:
-        if device_capability is None or kv_cache_dtype is None:
-            return None
-        nvfp4 = mode_by_name(kv_cache_dtype) is KVQuantMode.NVFP4_DS_MLA
-        if nvfp4 and device_capability[0] != 10:
-            return f"{kv_cache_dtype} needs compute capability 10.x"
-        return None
+        return capability >= OLDEST_CAPABILITY
