@@ -164,6 +164,7 @@ class NixlConnectorScheduler:
     def on_new_request(self, request: Any) -> None:
         """ValueError for `kv_transfer_params` that no prefill engine has made."""
         params = request.kv_transfer_params or {}
+        self._warn_of_role(params)
         if params.get("do_remote_release") and self.settings.reads:
             self.keeper.release(RemotePrefill.from_params(params))
         elif params.get("do_remote_prefill") and self.settings.reads:
@@ -188,6 +189,20 @@ class NixlConnectorScheduler:
             # The reader computes the last token itself, for its logits: from the
             # states before it, which are gone once it is computed.
             request.drop_last_prompt_token()
+
+    def _warn_of_role(self, params: dict[str, Any]) -> None:
+        """A request that is sent to the wrong engine is computed all the same."""
+        for wish, can, role in (
+            ("do_remote_prefill", self.settings.reads, "kv_consumer"),
+            ("do_remote_decode", self.settings.serves, "kv_producer"),
+        ):
+            if params.get(wish) and not can:
+                logger.warning_once(
+                    "a request asks for %s, which takes kv_role %s or kv_both: it is "
+                    "computed here, and its KV pages stay here",
+                    wish,
+                    role,
+                )
 
     # --- requests are admitted --------------------------------------------------------
 
