@@ -1,10 +1,10 @@
 """Compiles kernel variants for GPUs that are not there, and counts what they take.
 
-    python -m tests.triton.compiler '{"targets": ["sm_80"], "names": ["store "]}'
+    echo '[["sm_80", "store fp8_e4m3:cells 128"]]' | python -m tests.triton.compiler
 
-prints one JSON line per variant and target: registers, bytes of local memory (spills
-and stacks) and bytes of shared memory. `names` are prefixes. A process that compiles
-cannot interpret, so tests start this one: see `compiled`.
+prints one JSON line per pair of target and variant: registers, bytes of local memory
+(spills and stacks) and bytes of shared memory. A process that compiles cannot
+interpret, so tests start this one: see `compiled`.
 """
 
 import json
@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -118,44 +118,35 @@ def _hip_usage(assembly: str) -> tuple[int, int]:
     return number("vgpr_count"), number("private_segment_fixed_size")
 
 
-def compiled(
-    targets: Sequence[str], names: Sequence[str] = ("",), every: int = 1
-) -> list[Usage]:
-    """The usage of the variants whose names start so, or of each `every`-th of them.
+def compiled(pairs: Iterable[tuple[str, str]]) -> list[Usage]:
+    """The usage of pairs of a target and a variant's name, in a process of its own.
 
-    Runs in a process of its own. Raises RuntimeError with its output where it fails.
+    Raises RuntimeError with the process's output where it fails.
     """
-    request = json.dumps({"targets": targets, "names": names, "every": every})
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
-        environment: Mapping[str, str] = {
-            **{k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
+        environment = {
             "TRITON_CACHE_DIR": cache,
+            **inherited,
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         done = subprocess.run(
-            [sys.executable, "-m", "tests.triton.compiler", request],
+            [sys.executable, "-m", "tests.triton.compiler"],
+            input=json.dumps(list(pairs)),
             check=False,
             capture_output=True,
             text=True,
             env=environment,
         )
     if done.returncode:
-        raise RuntimeError(f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{done.stdout[-1000:]}\n{done.stderr[-4000:]}")
     return [Usage(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def chosen(names: Sequence[str], every: int) -> Iterator[KernelVariant]:
-    found = (v for v in all_variants() if v.name.startswith(tuple(names)))
-    for i, variant in enumerate(found):
-        if i % every == 0:
-            yield variant
-
-
 def main() -> None:
-    request = json.loads(sys.argv[1])
-    for variant in chosen(request.get("names", [""]), request.get("every", 1)):
-        for target in request["targets"]:
-            print(json.dumps(asdict(measure(variant, target))), flush=True)
+    variants = {variant.name: variant for variant in all_variants()}
+    for target, name in json.load(sys.stdin):
+        print(json.dumps(asdict(measure(variants[name], target))), flush=True)
 
 
 if __name__ == "__main__":
