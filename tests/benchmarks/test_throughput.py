@@ -110,16 +110,20 @@ def test_divergence_is_that_of_the_second_from_the_first() -> None:
     torch.testing.assert_close(found, want.reshape(1))
 
 
-def test_the_command_prints_a_row_for_each_format(folder: Path, capsys: Any) -> None:
+def test_the_command_prints_a_row_for_each_format(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
     arguments = [
         *("--model", str(folder), "--dtype", "float32", "--runs", "1", "--json"),
         *("--num-prompts", "2", "--input-len", "6", "--output-len", "3"),
         *("--kv-cache-memory-bytes", "1MiB", "--formats", "fp8"),
+        *("--chart", str(tmp_path / "speeds.svg")),
     ]
     assert main(["bench", "throughput", *arguments]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["kv_cache_dtype"] == "fp8" and row["workload"] == "given"
     assert row["tokens_equal"] == 1.0
+    assert ">given: output tokens/s<" in (tmp_path / "speeds.svg").read_text()
 
 
 def test_workloads_of_one_pool_share_an_engine() -> None:

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from vllm.benchmarks.chart import bar_chart
 from vllm.benchmarks.equality import Recorded, compare, record
 from vllm.benchmarks.workload import NAMED, Workload, add_workload_arguments, summary
 from vllm.engine.arg_utils import EngineArgs
@@ -67,6 +69,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
         default=2,
         help="requests whose output is compared with the eager engine's; 0: none",
     )
+    add("--chart", metavar="FILE", default=None, help="write the speeds as an SVG")
     EngineArgs.add_cli_args(parser)
 
 
@@ -85,11 +88,26 @@ def run(args: argparse.Namespace) -> int:
                     submitted=time.time(),
                 )
             )
+    if args.chart:
+        Path(args.chart).write_text(chart_of(rows), encoding="utf-8")
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows)
     return 0
+
+
+def chart_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Tokens per second by workload and format: of outputs, or of prompts where a
+    workload has one output token each."""
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        # One token a request: what is measured is the prompts.
+        only_prompts = row["output_tokens_per_s"] == row["requests_per_s"]
+        kind = "prompt" if only_prompts else "output"
+        bars = groups.setdefault(f"{row['workload']}: {kind} tokens/s", {})
+        bars[row["kv_cache_dtype"]] = row[f"{kind}_tokens_per_s"]
+    return bar_chart("vllm bench throughput", groups)
 
 
 def _workloads(args: argparse.Namespace) -> dict[str, Workload]:
