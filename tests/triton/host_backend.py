@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
 
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -21,7 +23,10 @@ class HostTriton(TritonAttentionBackend):
 
 
 class HostTurboQuant(TurboQuantAttentionBackend):
+    """Tokens are compared in float32, where a rounding decides nothing."""
+
     supported_devices = ("cpu",)
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
 
     @staticmethod
     def get_name() -> str:

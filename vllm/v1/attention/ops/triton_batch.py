@@ -113,7 +113,8 @@ def tile_for(
     keys = max(16, min(64, (4096 if wide or looks_up else 8192) // widest))
     rows = _MIN_ROWS if one_query or wide or widest > 256 else 64
     rows = max(rows, next_power_of_2(shared))
-    return Tile(rows=rows, keys=keys, num_warps=8 if rows * widest > 8192 else 4)
+    warps = 8 if wide or rows * widest > 8192 else 4
+    return Tile(rows=rows, keys=keys, num_warps=warps)
 
 
 def splits_for(programs: int, max_seq_len: int, device: torch.device) -> int:

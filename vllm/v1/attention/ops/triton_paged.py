@@ -171,9 +171,13 @@ def padded(size: int) -> int:
 
 
 def dot_dtype(fmt: KVFormat, query: torch.dtype) -> torch.dtype:
-    """The type of the products: the queries', wide enough for a dense cache."""
+    """The type of the products: the queries'; with a dense cache of another type the
+    wider one, and bfloat16 for the two that have 16 bits."""
     stored = fmt.storage_dtype(query)
-    return torch.promote_types(query, stored) if stored in DOT_TYPES else query
+    if stored is query or stored not in DOT_TYPES:
+        return query
+    narrow = max(stored.itemsize, query.itemsize) == torch.bfloat16.itemsize
+    return torch.bfloat16 if narrow else torch.float32
 
 
 def _tile(

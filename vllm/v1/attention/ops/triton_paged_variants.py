@@ -31,22 +31,19 @@ def variants() -> Iterator[KernelVariant]:
     """See `triton_variants.SOURCES`. Other head sizes lie between these two."""
     masks = Masks(sliding_window=1024, soft_cap=30.0, sinks=torch.zeros(8))
     for fmt in formats():
-        for decode in (True, False):
-            for size, asked in ((128, PLAIN_MASKS), (256, masks)):
-                call = _calls(fmt, torch.bfloat16, size, decode, asked)[0]
-                yield call.variant(f"{_name(fmt, decode)}: {size}")
-        call = _calls(fmt, torch.float16, 128, True, masks)[0]
-        yield call.variant(f"{_name(fmt, True)}: 128 in float16")
+        for decode, size, dtype, asked in (
+            (True, 128, torch.bfloat16, PLAIN_MASKS),
+            (True, 256, torch.float16, masks),
+            (False, 128, torch.float16, masks),
+            (False, 256, torch.bfloat16, PLAIN_MASKS),
+        ):
+            kind = "decode" if decode else "prefill"
+            call = _calls(fmt, dtype, size, decode, asked)[0]
+            yield call.variant(f"attention {kind} {fmt.name}: {size}")
     for fmt in formats():
         if fmt.storage_dtype(torch.float32) is torch.float32:
-            call = _calls(fmt, torch.float32, 128, False, masks)[0]
-            yield call.variant(f"{_name(fmt, False)}: 128 in float32")
             merge = _calls(fmt, torch.float32, 512, True, PLAIN_MASKS)[1]
             yield merge.variant("attention merge: 512")
-
-
-def _name(fmt: KVFormat, decode: bool) -> str:
-    return f"attention {'decode' if decode else 'prefill'} {fmt.name}"
 
 
 def _calls(
