@@ -32,14 +32,16 @@ CUDA_SOURCES = ("csrc/cuda/kernels.cu",)
 DEVICES = ("cpu", "cuda")
 
 # Compiled once for the machine the package is built for: no instruction set assumed.
-COMMON_UNITS = ("exports.cpp", "plan.cpp")
+COMMON_UNITS = (
+    *("exports.cpp", "plan.cpp", "team.cpp", "step.cpp", "route.cpp", "pack.cpp"),
+)
 # Compiled once for each instruction set; the library chooses when it is loaded.
 ISA_UNITS = (
     *("attention_dense.cpp", "attention_latent.cpp", "cache_store.cpp", "table.cpp"),
     *("packed.cpp", "packed_fp8.cpp", "packed_per_token_head.cpp", "packed_nvfp4.cpp"),
     *("packed_turboquant.cpp", "product.cpp"),
     *("latent_fp8.cpp", "latent_per_token_head.cpp", "latent_ds_mla.cpp"),
-    *("latent_store.cpp", "experts.cpp"),
+    *("latent_store.cpp", "experts.cpp", "linear.cpp", "step_ops.cpp"),
 )
 
 COMMON_FLAGS = (

@@ -10,7 +10,7 @@ from pydoc_data.topics import topics
 import gguf
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
 from vllm.transformers_utils.config import get_config
@@ -45,7 +45,7 @@ def _hf_names(num_layers: int) -> list[str]:
 def hf_smollm2() -> LlamaForCausalLM:
     """The reference in float32; one instance per process, so leave it as it is."""
     source = resolve_model(MODEL)
-    config = get_config(source)
+    config = LlamaConfig(**get_config(source).to_dict())
     config._attn_implementation = "sdpa"
     with no_init_weights():
         model = LlamaForCausalLM(config).eval()

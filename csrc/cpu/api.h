@@ -54,6 +54,8 @@ enum Status : int32_t {
   kBadSeqLen = 4,          // negative, or longer than the block table covers
   kBadBlockId = 5,         // outside the cache
   kBadExpert = 6,          // outside the layer
+  kBadToken = 7,           // outside the vocabulary
+  kBadPosition = 8,        // beyond the table of rotations
 };
 
 struct AttentionArgs {

@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "linear.h"
+
 namespace vllm_cpu {
 
 enum GatedActivation : int32_t {
@@ -13,12 +15,8 @@ enum GatedActivation : int32_t {
   kClampedGate = 1, // g * sigmoid(alpha g) * (u + 1); g <= limit, |u| <= limit
 };
 
-// A weight is cut into panels of kPanel outputs. A panel is stored step by step: of each
-// output one 32-bit unit, a float or two bf16 that follow each other in the row. A
-// panel of w13 is kPanel / 2 gates and the ups that go with them; a panel of w2 is
-// kPanel outputs. What is missing to whole units and panels is 0.
-constexpr int kPanel = 32;
-
+// Weights lie in panels (linear.h). A panel of w13 is kPanel / 2 gates and the ups that
+// go with them; a panel of w2 is kPanel outputs.
 struct ExpertsArgs {
   void* out;             // [num_tokens, hidden]
   const void* x;         // [num_tokens, hidden]
@@ -41,10 +39,18 @@ struct ExpertsArgs {
   float limit;
 };
 
-// The experts of one instruction set, for one type.
+// The experts of one instruction set, for one type. Tokens are taken in chunks; each is
+// gone through in kExpertsParts parts, which are numbered through all chunks.
+constexpr int kExpertsParts = 4;
+
 struct ExpertsKernel {
-  int64_t (*scratch_bytes)(const ExpertsArgs&, int threads);
-  void (*run)(const ExpertsArgs&, int threads, void* scratch);
+  int64_t (*shared_bytes)(const ExpertsArgs&);   // of all threads
+  int64_t (*scratch_bytes)(const ExpertsArgs&);  // of each
+  int32_t (*num_parts)(const ExpertsArgs&);
+  // Known once the parts before are done.
+  int64_t (*num_items)(const ExpertsArgs&, int32_t part, const void* shared);
+  void (*run)(const ExpertsArgs&, int32_t part, int64_t begin, int64_t end, void* shared,
+              void* scratch);
 };
 
 }  // namespace vllm_cpu

@@ -7,8 +7,7 @@
 #include <new>
 
 #include "plan.h"
-
-#define VLLM_EXPORT extern "C" __attribute__((visibility("default")))
+#include "runtime.h"
 
 namespace vllm_cpu {
 
@@ -98,25 +97,18 @@ Status run(const AttentionArgs& args, const AttentionKernel& kernel) {
   return failed ? kOutOfMemory : kOk;
 }
 
-// One thread's scratch holds the call's rows and the sums of all threads.
-Status run(const ExpertsArgs& args) {
-  const ExpertsKernel* const kernel = g_table->experts(args.dtype);
-  if (kernel == nullptr) return kUnsupported;
-  const int64_t pairs = static_cast<int64_t>(args.num_tokens) * args.top_k;
-  for (int64_t i = 0; i < pairs; ++i) {
-    if (args.ids[i] < 0 || args.ids[i] >= args.num_experts) return kBadExpert;
-  }
-  const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
-  if (!t_scratch.reserve(kernel->scratch_bytes(args, threads))) return kOutOfMemory;
-  kernel->run(args, threads, t_scratch.data);
-  return kOk;
-}
-
 int64_t encode(Status status, int32_t request) {
   return (static_cast<int64_t>(request) << 8) | status;
 }
 
 }  // namespace
+
+const KernelTable& kernels() { return *g_table; }
+
+void* thread_scratch(int64_t bytes) {
+  return t_scratch.reserve(bytes) ? t_scratch.data : nullptr;
+}
+
 }  // namespace vllm_cpu
 
 using namespace vllm_cpu;
@@ -158,13 +150,6 @@ VLLM_EXPORT int64_t vllm_cpu_paged_attention(const AttentionArgs* args) {
 VLLM_EXPORT int64_t vllm_cpu_store(const StoreArgs* args) {
   return g_table->store(*args);
 }
-
-// The size of the struct that the next function takes, for the same purpose.
-VLLM_EXPORT int64_t vllm_cpu_experts_abi() { return sizeof(ExpertsArgs); }
-
-// Writes the weighted sum of every token's experts. 0, or a Status; nothing is written
-// before ids are checked.
-VLLM_EXPORT int32_t vllm_cpu_experts(const ExpertsArgs* args) { return run(*args); }
 
 // Reads every byte once and returns a checksum: the machine's read bandwidth.
 VLLM_EXPORT double vllm_cpu_read(const void* data, int64_t num_bytes) {

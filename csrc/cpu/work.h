@@ -9,6 +9,8 @@
 
 #include "api.h"
 #include "experts.h"
+#include "linear.h"
+#include "step.h"
 
 namespace vllm_cpu {
 
@@ -69,6 +71,9 @@ struct KernelTable {
   int32_t (*store)(const StoreArgs&);
   double (*read)(const void* data, int64_t num_bytes);  // a checksum, to time reads
   const ExpertsKernel* (*experts)(int32_t dtype);
+  const LinearKernel* (*linear)(int32_t dtype);
+  // Rows [begin, end) of an element-wise operation.
+  void (*step_rows)(const StepOp&, const StepInputs&, int64_t begin, int64_t end);
 };
 
 }  // namespace vllm_cpu

@@ -56,12 +56,18 @@ def _forced(
 ) -> Iterator[None]:
     """Inside, logits after the prompt say `token_ids`; the engine's own are noted."""
     (worker,) = llm.collective_rpc(lambda worker: worker)
-    model = worker.get_model()
-    inner, rows, position = model.compute_logits, [], run.first
+    runner = worker.model_runner
+    prompt_logits, sample = runner._compute_logits, runner._run_sampler
+    rows, position = [], run.first
 
     def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        return noted(prompt_logits(hidden))
+
+    def run_sampler(logits: torch.Tensor, step: Any) -> Any:
+        return sample(noted(logits), step)
+
+    def noted(logits: torch.Tensor) -> torch.Tensor:
         nonlocal position
-        logits = inner(hidden)
         rows.append(logits.float().clone())
         position += logits.shape[0]  # of the token that these logits predict
         if position < prompt_len:
@@ -73,11 +79,13 @@ def _forced(
         forced[-1, token_ids[position]] = 1.0
         return forced
 
-    model.compute_logits = compute_logits
+    runner.prompt_logprobs._compute_logits = compute_logits
+    runner._run_sampler = run_sampler
     try:
         yield
     finally:
-        del model.compute_logits  # the class's own method shows again
+        runner.prompt_logprobs._compute_logits = prompt_logits
+        del runner._run_sampler  # the class's own method shows again
     run.logits = torch.cat(rows)
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from vllm.model_executor.layers import packed_weight
+from vllm.model_executor.layers import packed_weight, panel_weight
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
 )
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.packed_weight import PackedWeight, pack_weight
+from vllm.model_executor.layers.packed_weight import OneDnnWeight, pack_weight
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -125,6 +125,19 @@ def test_packed_linear_equals_plain_linear(
 
 
 @needs_packing
+def test_onednn_packs_where_kernels_are_missing(monkeypatch) -> None:
+    monkeypatch.setattr(panel_weight, "serves", lambda weight: False)
+    weight, x = torch.randn(40, 24).bfloat16(), torch.randn(5, 24).bfloat16()
+    packed = pack_weight(weight)
+    assert isinstance(packed, OneDnnWeight)
+    assert torch.equal(packed.to_dense(), weight)
+    expected = F.linear(x, weight).float()
+    error = (packed.linear(x, None).float() - expected).abs().max()
+    assert error <= 1e-2 * expected.abs().max()
+    assert pack_weight(weight.float()) is None
+
+
+@needs_packing
 def test_packed_linear_takes_strided_input() -> None:
     layer = LinearBase(32, 24, params_dtype=torch.bfloat16, return_bias=False)
     filled(layer).process_weights_after_loading()
@@ -132,29 +145,19 @@ def test_packed_linear_takes_strided_input() -> None:
     assert torch.equal(layer(wide[:, :32]), layer(wide[:, :32].contiguous()))
 
 
-@needs_packing
-def test_a_packed_weight_can_be_read_back() -> None:
-    weight = torch.randn(40, 24).bfloat16()
-    assert torch.equal(PackedWeight(weight).to_dense(), weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_only_bf16_is_packed(dtype: torch.dtype) -> None:
-    assert pack_weight(torch.zeros(8, 8, dtype=dtype)) is None
-
-
-def test_a_tied_head_shares_the_embedding() -> None:
-    embedding = VocabParallelEmbedding(10, 4, params_dtype=torch.bfloat16)
+def test_a_tied_weight_is_kept_once() -> None:
+    embedding = VocabParallelEmbedding(70, 12, params_dtype=torch.bfloat16)
     embedding.weight.data.normal_()
-    head = ParallelLMHead(10, 4, params_dtype=torch.bfloat16).tie_weights(embedding)
-    hidden = torch.randn(3, 4).bfloat16()
-    expected = F.linear(hidden, embedding.weight)
+    dense = embedding.weight.data.clone()
+    head = ParallelLMHead(70, 12, params_dtype=torch.bfloat16).tie_weights(embedding)
     assert head.weight is embedding.weight
+    hidden, ids = torch.randn(3, 12).bfloat16(), torch.tensor([3, 69, 0, 33])
     head.process_weights_after_loading()
-    assert head.weight is embedding.weight
-    found = LogitsProcessor(10)(head, hidden)
-    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-    assert torch.equal(embedding(torch.tensor([3])), embedding.weight[3:4])
+    if panel_weight.serves(dense):
+        assert head.weight is embedding.weight is None
+    found = LogitsProcessor(70)(head, hidden)
+    torch.testing.assert_close(found, F.linear(hidden, dense), rtol=1e-2, atol=1e-2)
+    assert torch.equal(embedding(ids), dense[ids])
 
 
 def test_logits_are_capped_scaled_and_cut_to_the_vocabulary() -> None:

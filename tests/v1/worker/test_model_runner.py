@@ -246,8 +246,9 @@ class Connector:
         return note
 
 
-def test_a_connector_is_called_around_the_forward_and_around_each_layer(folder):
-    executor = start(make_config(folder))
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_connector_is_called_around_the_forward_and_around_layers(folder, eager):
+    executor = start(make_config(folder, enforce_eager=eager))
     runner = executor.driver_worker.model_runner
     connector = Connector()
     runner.set_kv_connector(connector)
@@ -263,9 +264,17 @@ def test_a_connector_is_called_around_the_forward_and_around_each_layer(folder):
     assert names[0] == "start_load_kv"
     last = ["finish_forward", "wait_for_save", "get_transfer_results"]
     assert names[-3:] == last
-    assert names[1:-3] == ["wait_for_layer_load", "save_kv_layer"] * len(layers)
-    assert [call[1] for call in connector.calls[1:-3:2]] == layers
-    saved = connector.calls[2]
+    count = len(layers)
+    if eager or runner.plan is None:  # layer by layer
+        assert names[1:-3] == ["wait_for_layer_load", "save_kv_layer"] * count
+    else:
+        assert names[1 : 1 + count] == ["wait_for_layer_load"] * count
+        assert names[1 + count : -3] == ["save_kv_layer"] * count
+    calls = connector.calls[1:-3]
+    waited = [call[1] for call in calls if call[0] == "wait_for_layer_load"]
+    all_saved = [call for call in calls if call[0] == "save_kv_layer"]
+    assert waited == [call[1] for call in all_saved] == layers
+    saved = all_saved[0]
     assert saved[1] == layers[0] and saved[2] is runner.kv_caches[layers[0]]
     assert saved[3].num_actual_tokens == 3
     assert output.kv_connector_output.finished_sending == {"sent"}

@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm.model_executor.step import Slot, ops, records, traces
 
+
+@traces
 class SiluAndMul(nn.Module):
     """[..., 2 * d] -> [..., d]: silu of the first half times the second half."""
 
@@ -12,7 +15,11 @@ class SiluAndMul(nn.Module):
         half = x.shape[-1] // 2
         return F.silu(x[..., :half]).mul_(x[..., half:])
 
+    def emit(self, x: Slot) -> Slot:
+        return ops.gate(x, records.GATE_SILU)
 
+
+@traces
 class GeluAndMul(nn.Module):
     """[..., 2 * d] -> [..., d]: gelu of the first half times the second half.
 
@@ -27,7 +34,12 @@ class GeluAndMul(nn.Module):
         half = x.shape[-1] // 2
         return F.gelu(x[..., :half], approximate=self.approximate).mul_(x[..., half:])
 
+    def emit(self, x: Slot) -> Slot:
+        tanh = self.approximate == "tanh"
+        return ops.gate(x, records.GATE_GELU_TANH if tanh else records.GATE_GELU)
 
+
+@traces
 class ClampedSwigluAndMul(nn.Module):
     """[..., 2 * d] -> [..., d]: g * sigmoid(alpha * g) * (u + 1), where g is the first
     half, at most `limit`, and u the second, within +-`limit`."""

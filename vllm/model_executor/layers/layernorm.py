@@ -4,7 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm.model_executor.step import Slot, ops, records, traces
 
+
+@traces
 class RMSNorm(nn.Module):
     """y = weight * x / rms(x), the mean taken in float32 over the last axis.
 
@@ -42,10 +45,15 @@ class RMSNorm(nn.Module):
         normed = F.rms_norm(x.float(), self._shape, None, eps)
         return normed.to(x.dtype).mul_(self.weight)
 
+    def emit(self, x: Slot, residual: Slot | None = None) -> Slot | tuple[Slot, Slot]:
+        weight, mode = self.weight.float(), records.NORM_ROUNDED
+        return ops.rms_norm(x, weight, self.variance_epsilon, mode, residual)
+
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
 
 
+@traces
 class GemmaRMSNorm(nn.Module):
     """y = (1 + weight) * x / rms(x), all in float32, rounded once to x's dtype.
 
@@ -85,6 +93,10 @@ class GemmaRMSNorm(nn.Module):
             factor = 1.0 + self.weight.float()
         normed = F.rms_norm(x.float(), self._shape, factor, self.variance_epsilon)
         return normed.to(x.dtype)
+
+    def emit(self, x: Slot, residual: Slot | None = None) -> Slot | tuple[Slot, Slot]:
+        weight, mode = 1.0 + self.weight.float(), records.NORM_WHOLE
+        return ops.rms_norm(x, weight, self.variance_epsilon, mode, residual)
 
     def extra_repr(self) -> str:
         return f"{self._shape[0]}, eps={self.variance_epsilon}"

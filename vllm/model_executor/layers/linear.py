@@ -1,7 +1,7 @@
 """Linear layers, alone or fused, and how checkpoint tensors fall into their rows.
 
 Knows shapes and shards. The tensor-parallel names are the public ones; one rank holds
-everything. After loading, bfloat16 weights on the CPU are kept prepacked only.
+everything. After loading, weights on the CPU are kept prepacked only.
 """
 
 from typing import Any
@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm.model_executor.layers.packed_weight import PackedWeight, pack_weight
+from vllm.model_executor.step import NotPlanned, Slot, ops, traces
 
 # Rows of a fused linear by name or number; (expert, matrix) of stacked experts.
 ShardId = str | int | tuple[int, str] | None
 LinearOutput = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 
 
+@traces
 class LinearBase(nn.Module):
     """y = x W^T + b, with `weight` [output_size, input_size] in `params_dtype`.
 
@@ -100,6 +102,11 @@ class LinearBase(nn.Module):
         if not self.return_bias:
             return y
         return y, self.bias if self.skip_bias_add else None
+
+    def emit(self, x: Slot) -> Slot:
+        if self.return_bias:
+            raise NotPlanned(f"{self.prefix} returns its bias")
+        return ops.linear(x, self.packed, self.bias, self.prefix)
 
     def extra_repr(self) -> str:
         return f"{self.input_size} -> {self.output_size}, bias={self.bias is not None}"

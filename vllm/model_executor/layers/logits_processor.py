@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.step import NotPlanned, Slot, ops
 
 
 class LogitsProcessor(nn.Module):
@@ -37,6 +38,13 @@ class LogitsProcessor(nn.Module):
         )
         if logits.shape[-1] != self.org_vocab_size:
             logits = logits[..., : self.org_vocab_size]
+        if isinstance(logits, Slot):
+            return self.emit(logits)
         if self.soft_cap is not None:
             logits = torch.tanh(logits / self.soft_cap) * self.soft_cap
         return logits if self.scale == 1.0 else logits * self.scale
+
+    def emit(self, logits: Slot) -> Slot:
+        if self.scale != 1.0:
+            raise NotPlanned("logits with a scale")
+        return logits if self.soft_cap is None else ops.soft_cap(logits, self.soft_cap)

@@ -1,9 +1,9 @@
-"""Prepacked bfloat16 weights for the CPU.
+"""Prepacked weights for the CPU: which packing serves a weight.
 
-Knows oneDNN's packed weight layout through torch's own operators, and when it may be
-used. `F.linear` packs a weight anew at every call; a decode step of one token is then
-twice as slow as with a weight packed once. Results are the same to the bit or close
-to it (checked once per process before the first use).
+The C++ kernels' panels where they are built, else oneDNN's layout, through torch's own
+operators, for bfloat16. `F.linear` packs a weight anew at every call; a decode step of
+one token is then twice as slow as with a weight packed once. oneDNN's results are
+checked once per process before the first use.
 """
 
 from functools import lru_cache
@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from vllm.logger import init_logger
+from vllm.model_executor.layers import panel_weight
+from vllm.model_executor.layers.panel_weight import PanelWeight
 
 logger = init_logger(__name__)
 
@@ -19,7 +21,7 @@ _CHECK_TOLERANCE = 1e-2  # relative to the largest output; bf16 rounds at 4e-3
 _BATCH_HINT = 32  # rows the blocking is chosen for; 1 to 256 measured the same
 
 
-class PackedWeight:
+class OneDnnWeight:
     """A [N, K] weight in oneDNN's blocked layout; opaque, about as large as the dense
     one."""
 
@@ -38,15 +40,20 @@ class PackedWeight:
         return self._packed.to_dense()
 
 
+PackedWeight = PanelWeight | OneDnnWeight
+
+
 def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
     """The packed form of `weight`, or None where packing does not pay or work."""
+    if panel_weight.serves(weight):
+        return PanelWeight(weight)
     fits = (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
         and weight.dim() == 2
         and min(weight.shape) > 1
     )
-    return PackedWeight(weight) if fits and packing_works() else None
+    return OneDnnWeight(weight) if fits and packing_works() else None
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +68,7 @@ def packing_works() -> bool:
     try:
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
-        found = PackedWeight(weight).linear(x, bias).float()
+        found = OneDnnWeight(weight).linear(x, bias).float()
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.info_once("Weights are not prepacked: %s", str(error).splitlines()[0])
         return False

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vllm.model_executor.layers.rope_scaling import RopeRequest, rope_frequencies
+from vllm.model_executor.step import Positions, Slot, ops, records
 
 RopeRows = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,8 +48,11 @@ class RotaryEmbedding(nn.Module):
     def rows(self, positions: torch.Tensor) -> RopeRows:
         """cos and signed sin [T, 1, rotary_dim] for `positions` [T], for `rotate`.
 
-        One call serves every layer of a forward pass.
+        One call serves every layer of a forward pass. A traced step looks its
+        positions up itself, and passes them on.
         """
+        if isinstance(positions, Positions):
+            return positions
         half = self.rotary_dim // 2
         both = self.cos_sin_cache.index_select(0, positions).unsqueeze(1)
         cos, sin = both[..., :half], both[..., half:]
@@ -61,6 +65,8 @@ class RotaryEmbedding(nn.Module):
 
     def rotate(self, x: torch.Tensor, rows: RopeRows) -> torch.Tensor:
         """x [T, heads, head_size], any strides -> a new tensor, rotated."""
+        if isinstance(x, Slot):
+            return self.emit(x)
         cos, sin = rows
         dim = self.rotary_dim
         part = x if dim == x.shape[-1] else x[..., :dim]
@@ -72,6 +78,10 @@ class RotaryEmbedding(nn.Module):
         if dim == x.shape[-1]:
             return rotated
         return torch.cat([rotated, x[..., dim:]], -1)
+
+    def emit(self, x: Slot) -> Slot:
+        pairs = records.ROTATE_HALVES if self.is_neox_style else records.ROTATE_PAIRS
+        return ops.rotate(x, self.cos_sin_cache, self.rotary_dim, pairs)
 
     def forward(
         self,

@@ -323,6 +323,8 @@ class DenseForCausalLM(nn.Module):
     """
 
     packed_modules_mapping: ClassVar[dict[str, list[str]]] = PACKED_MODULES
+    # Its forward may be called with the slots of a step plan.
+    is_traceable: ClassVar[bool] = True
     model_cls: ClassVar[type[DecoderModel]] = DecoderModel
 
     @classmethod

@@ -55,6 +55,11 @@ class AttentionImplBase(ABC, Generic[T]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Called once, after the model's weights are in place."""
 
+    def step_args(self, layer: Any, kv_cache: torch.Tensor, size_v: int) -> Any:
+        """What a step plan calls kernels with for `layer`, whose values have `size_v`
+        elements; None where there are no such kernels."""
+        return None
+
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Whether `forward` can write a quantised output itself."""
         return False

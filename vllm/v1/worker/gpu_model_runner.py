@@ -55,6 +55,7 @@ from vllm.v1.worker.layer_specs import (
 )
 from vllm.v1.worker.prompt_logprobs import PromptLogprobs
 from vllm.v1.worker.request_states import RequestStates
+from vllm.v1.worker.step_plan import StepPlan, make_step_plan
 from vllm.v1.worker.utils import (
     AttentionGroup,
     KVBlockZeroer,
@@ -95,6 +96,7 @@ class GPUModelRunner:
         self.connector: ConnectorSteps | None = None
         self.graphs: DecodeGraphs | None = None
         self.copier: BlockCopier | None = None
+        self.plan: StepPlan | None = None
 
     @property
     def requests(self) -> dict[str, Any]:
@@ -175,6 +177,7 @@ class GPUModelRunner:
         bind_kv_caches(views, layers, sharing)
         self._make_groups(kv_cache_config, kernel_sizes, sharing)
         self._make_batch(kv_cache_config, kernel_sizes)
+        self._make_plan()
         self._say_caches(layout.name, kernel_sizes, time.monotonic() - started)
 
     def _make_groups(
@@ -244,6 +247,17 @@ class GPUModelRunner:
             self.device,
             self.pin_memory,
             self.attn_groups,
+        )
+
+    def _make_plan(self) -> None:
+        self.plan = make_step_plan(
+            self.model,
+            self.model_config.dtype,
+            self.device,
+            self.max_num_tokens,
+            self.max_num_reqs,
+            self.attn_groups,
+            enforce_eager=self.model_config.enforce_eager,
         )
 
     def _say_caches(self, layout: str, kernel_sizes: list[int], seconds: float) -> None:
@@ -329,11 +343,11 @@ class GPUModelRunner:
         if not scheduled.total_num_scheduled_tokens:
             return self._output_without_forward(scheduled)
         step = self.inputs.prepare(self.input_batch, scheduled)
-        hidden, transfers = self._forward(scheduled, step)
+        hidden, logits, transfers = self._forward(scheduled, step)
         prompt_logprobs = self.prompt_logprobs.collect(
             hidden, step, self.input_batch, self.requests
         )
-        return self._sample(hidden, step, prompt_logprobs, transfers)
+        return self._sample(hidden, logits, step, prompt_logprobs, transfers)
 
     def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
         if scheduled.new_block_ids_to_zero:
@@ -361,8 +375,9 @@ class GPUModelRunner:
 
     def _forward(
         self, scheduled: SchedulerOutput, step: StepInputs
-    ) -> tuple[torch.Tensor, KVConnectorOutput | None]:
-        """Hidden states [T, d] of the step, and what a connector did meanwhile."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, KVConnectorOutput | None]:
+        """Hidden states [T, d] of the step, the logits of every request's last token
+        where they are planned, and what a connector did meanwhile."""
         with set_forward_context(
             step.attn_metadata, self.vllm_config, slot_mapping=step.slot_mapping
         ) as context:
@@ -370,10 +385,19 @@ class GPUModelRunner:
             if self.connector is not None:
                 around = self.connector.around_forward(scheduled, context)
             with around as transfers:
-                hidden = None if self.graphs is None else self.graphs.run(step)
-                if hidden is None:
-                    hidden = self.model(step.input_ids, step.positions)
-        return hidden, transfers
+                hidden, logits = self._run_model(step)
+        return hidden, logits, transfers
+
+    def _run_model(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Captured or planned where that is possible, else eager. Only a plan computes
+        logits too."""
+        hidden = None if self.graphs is None else self.graphs.run(step)
+        if hidden is not None:
+            return hidden, None
+        if self.plan is None:
+            return self.model(step.input_ids, step.positions), None
+        with self.connector.around_layers() if self.connector else nullcontext():
+            return self.plan.run(step, step.last_tokens)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden)
@@ -381,6 +405,7 @@ class GPUModelRunner:
     def _sample(
         self,
         hidden: torch.Tensor,
+        logits: torch.Tensor | None,
         step: StepInputs,
         prompt_logprobs: dict[str, LogprobsTensors | None],
         transfers: KVConnectorOutput | None,
@@ -396,8 +421,10 @@ class GPUModelRunner:
         rows = np.flatnonzero(step.samples)
         if rows.size == 0:
             return output
-        last = torch.from_numpy(step.last_tokens).to(self.device)
-        sampled = self._run_sampler(self._compute_logits(hidden[last]), step)
+        if logits is None:
+            last = torch.from_numpy(step.last_tokens).to(self.device)
+            logits = self._compute_logits(hidden[last])
+        sampled = self._run_sampler(logits, step)
         tokens = sampled.sampled_token_ids.squeeze(-1).cpu().numpy()[rows]
         batch.append_sampled(rows, tokens)
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):

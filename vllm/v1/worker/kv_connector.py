@@ -20,11 +20,14 @@ class ConnectorSteps:
     """Calls one connector, step by step.
 
     Layers wait for their load before they compute and offer their pages after it,
-    through module hooks that exist only where there is a connector.
+    through module hooks that exist only where there is a connector. A planned step
+    computes all layers in one call: it waits for all loads before, and offers all pages
+    after.
     """
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
+        self._caches: dict[str, Any] = {}
 
     def register(
         self, kv_caches: Mapping[str, Any], forward_context: Mapping[str, Any]
@@ -33,6 +36,7 @@ class ConnectorSteps:
         self.connector.register_kv_caches(dict(kv_caches))
         for name in kv_caches:
             layer = forward_context[name]
+            self._caches[name] = kv_caches[name]
             if isinstance(layer, nn.Module):
                 self._install_hooks(name, layer, kv_caches[name])
 
@@ -43,11 +47,26 @@ class ConnectorSteps:
 
         def save(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             if self._is_active():
-                metadata = get_forward_context().attn_metadata or {}
-                self.connector.save_kv_layer(name, cache, metadata.get(name))
+                self._save(name, cache)
 
         layer.register_forward_pre_hook(wait)
         layer.register_forward_hook(save)
+
+    def _save(self, name: str, cache: Any) -> None:
+        metadata = get_forward_context().attn_metadata or {}
+        self.connector.save_kv_layer(name, cache, metadata.get(name))
+
+    @contextmanager
+    def around_layers(self) -> Iterator[None]:
+        """What the hooks of all layers do, around a call that computes all of them."""
+        active = self._is_active()
+        if active:
+            for name in self._caches:
+                self.connector.wait_for_layer_load(name)
+        yield
+        if active:
+            for name, cache in self._caches.items():
+                self._save(name, cache)
 
     def _is_active(self) -> bool:
         """False in profile runs, where nothing is cached."""

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.attention.kv_layer import (
     model_dtype_of,
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.step import NotPlanned, Slot, ops, traces
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import (
@@ -39,6 +40,7 @@ from vllm.v1.page_planning import bytes_per_token, largest_kernel_block_within
 __all__ = ["SLIDING_WINDOW", "Attention", "extract_layer_index", "get_layers"]
 
 
+@traces
 class Attention(KVCacheLayer):
     """Causal attention over this layer's pages.
 
@@ -177,6 +179,16 @@ class Attention(KVCacheLayer):
             output,
         )
         return output.view(tokens, -1)
+
+    def emit(self, query: Slot, key: Slot, value: Slot) -> Slot:
+        args = self.impl.step_args(self, self.kv_cache, self.head_size_v)
+        if args is None:
+            raise NotPlanned(f"{self.attn_backend.get_name()} has no kernel for it")
+        if args.store is not None and self._stores_before_forward:
+            ops.store(self.layer_name, args.store, key, value, args)
+        return ops.attend(
+            self.layer_name, args.attention, query, self.head_size_v, args
+        )
 
     @property
     def _stores_before_forward(self) -> bool:

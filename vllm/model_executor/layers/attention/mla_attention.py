@@ -17,6 +17,7 @@ from vllm.model_executor.layers.attention.kv_layer import (
     model_dtype_of,
 )
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.step import traces
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.mla.common import (
     MLACommonBackend,
@@ -41,6 +42,7 @@ __all__ = [
 logger = init_logger(__name__)
 
 
+@traces
 class MLAAttention(KVCacheLayer):
     """Causal attention over this layer's latents.
 

@@ -178,6 +178,23 @@ class PackedExperts:
     def dtype(self) -> torch.dtype:
         return self.w2.dtype
 
+    def args(self, activation: GatedActivation) -> ExpertsArgs:
+        """The kernel's arguments, without tokens; valid as long as this."""
+        experts, hidden, intermediate = self.w2.shape
+        return ExpertsArgs(
+            w13=self.w13.data.data_ptr(),
+            w2=self.w2.data.data_ptr(),
+            bias13=None if self.bias13 is None else self.bias13.data_ptr(),
+            bias2=None if self.bias2 is None else self.bias2.data_ptr(),
+            num_experts=experts,
+            hidden=hidden,
+            intermediate=intermediate,
+            dtype=_UNITS[self.dtype][1],
+            activation=activation.number,
+            alpha=activation.alpha,
+            limit=activation.limit,
+        )
+
 
 def serves(weight: torch.Tensor, act_fn: nn.Module) -> bool:
     """Whether there is a kernel for experts of this weight's type and activation."""
@@ -209,31 +226,16 @@ def moe_experts(
             f"the kernel of experts is not available: {cpu_kernels.why_unavailable()}"
         )
     _check(out, x, packed, topk_ids, topk_weights)
-    experts, hidden, intermediate = packed.w2.shape
-    tokens, top_k = topk_ids.shape
+    experts = packed.w2.shape[0]
     weights = topk_weights.to(torch.float32).contiguous()
     address = cpu_kernels.address_of
-    args = ExpertsArgs(
-        address("out", out, packed.dtype),
-        address("x", x, packed.dtype),
-        packed.w13.data.data_ptr(),
-        packed.w2.data.data_ptr(),
-        None if packed.bias13 is None else packed.bias13.data_ptr(),
-        None if packed.bias2 is None else packed.bias2.data_ptr(),
-        address("topk_ids", topk_ids, torch.int64),
-        address("topk_weights", weights, torch.float32),
-        out.stride(0),
-        x.stride(0),
-        tokens,
-        top_k,
-        experts,
-        hidden,
-        intermediate,
-        _UNITS[packed.dtype][1],
-        activation.number,
-        activation.alpha,
-        activation.limit,
-    )
+    args = packed.args(activation)
+    args.out = address("out", out, packed.dtype)
+    args.x = address("x", x, packed.dtype)
+    args.ids = address("topk_ids", topk_ids, torch.int64)
+    args.weights = address("topk_weights", weights, torch.float32)
+    args.out_stride, args.x_stride = out.stride(0), x.stride(0)
+    args.num_tokens, args.top_k = topk_ids.shape
     status = function(args)
     if status == _OUT_OF_MEMORY:
         raise MemoryError("out of memory for the experts' scratch space")
@@ -277,5 +279,5 @@ def _function() -> Callable[[ExpertsArgs], int] | None:
     if abi() != ctypes.sizeof(ExpertsArgs):
         return None
     function.argtypes = (ctypes.POINTER(ExpertsArgs),)
-    function.restype = ctypes.c_int32
+    function.restype = ctypes.c_int64
     return function

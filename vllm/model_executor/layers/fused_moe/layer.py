@@ -16,11 +16,13 @@ from vllm.model_executor.layers.fused_moe.cpu_experts import (
     serves,
 )
 from vllm.model_executor.layers.packed_weight import PackedWeight, pack_weight
+from vllm.model_executor.step import NotPlanned, Slot, ops, traces
 
 # (expert, which of its three matrices): "w1" gate, "w2" down, "w3" up
 ExpertShard = tuple[int, str]
 
 
+@traces
 class FusedMoE(nn.Module):
     """x [T, hidden], weights [T, k], experts [T, k] -> [T, hidden].
 
@@ -116,6 +118,12 @@ class FusedMoE(nn.Module):
         activation = activation_of(self.act_fn)
         moe_experts(out, x, self.packed_experts, experts, weights, activation)
         return out
+
+    def emit(self, x: Slot, weights: Slot, ids: Slot) -> Slot:
+        packed, activation = self.packed_experts, activation_of(self.act_fn)
+        if packed is None or activation is None or packed.dtype != x.dtype:
+            raise NotPlanned(f"the experts of {self.prefix} have no kernel")
+        return ops.experts(x, weights, ids, packed.args(activation), packed)
 
     def _biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of w13 and w2."""

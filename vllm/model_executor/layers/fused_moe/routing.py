@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm.model_executor.step import Slot, ops
+
 # logits [T, E] -> scores [T, E], both float32
 _SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1, dtype=torch.float32),
@@ -49,6 +51,8 @@ class Routing:
     ) -> Selection:
         """Weights and experts of router logits [T, E]; `bias` [E] shifts the choice,
         not the weights."""
+        if isinstance(logits, Slot):
+            return self.emit(logits, bias)
         scores = _SCORES[self.scoring](logits)
         choice = scores if bias is None else scores + bias
         if self.num_groups is not None:
@@ -58,6 +62,19 @@ class Routing:
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + _MIN_SUM)
         return weights * self.scale, experts
+
+    def emit(self, logits: Slot, bias: torch.Tensor | None) -> tuple[Slot, Slot]:
+        return ops.route(
+            logits,
+            bias,
+            top_k=self.top_k,
+            sigmoid=self.scoring == "sigmoid",
+            num_groups=self.num_groups or 0,
+            topk_groups=self.topk_groups or 1,
+            scores_per_group=self.scores_per_group,
+            renormalize=self.renormalize,
+            scale=self.scale,
+        )
 
     def _within_groups(
         self, choice: torch.Tensor, lowest: float | None

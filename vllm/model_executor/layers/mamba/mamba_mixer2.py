@@ -16,6 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.mamba.ssd import ScanInputs, scan, step
+from vllm.model_executor.step import traces
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mamba2_attn import (
     Mamba2AttentionBackend,
@@ -96,6 +97,7 @@ class CausalConv(nn.Module):
         return F.silu(y).transpose(1, 2)
 
 
+@traces
 class MambaMixer2(nn.Module, AttentionLayerBase):
     """x [T, hidden] -> [T, hidden]; registers itself under `prefix`.
 

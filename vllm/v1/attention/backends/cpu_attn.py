@@ -21,6 +21,7 @@ from vllm.v1.attention.backends.reference import (
     scales_of,
 )
 from vllm.v1.attention.ops import cpu_cells, cpu_kernels
+from vllm.v1.attention.ops.cpu_step import LayerArgs, layer_args
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_formats import KVFormat
 
@@ -117,6 +118,26 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
                 fmt,
                 scales_of(layer),
             )
+
+    def step_args(
+        self, layer: AttentionLayer, kv_cache: torch.Tensor, size_v: int
+    ) -> LayerArgs | None:
+        """What a step plan calls the kernels with; None where they do not serve."""
+        fmt = self._served_format(kv_cache, size_v)
+        if fmt is None:
+            return None
+        return layer_args(
+            kv_cache.view(torch.uint8),
+            fmt,
+            self.head_size,
+            size_v,
+            self.scale,
+            self.sliding_window or -1,
+            self.soft_cap,
+            self.sinks,
+            scales_of(layer),
+            stores=not self.shares_kv_cache,
+        )
 
     def forward(
         self,

@@ -239,7 +239,7 @@ def store(
         )
     key_rows, value_rows = rows_of("key", key), rows_of("value", value)
     cells = cells_of(fmt, key_rows.size, value_rows.size)
-    layer = _pages(pages, cells, key_rows.size, value_rows.size)
+    layer = layer_pages(pages, cells, key_rows.size, value_rows.size)
     if not key.shape[1] == value.shape[1] == layer.num_heads:
         raise ValueError(
             f"key has {key.shape[1]} heads, value {value.shape[1]}, the cache "
@@ -306,7 +306,7 @@ def paged_attention(
     args = AttentionArgs(
         rows_of("out", out),
         rows_of("query", query),
-        _pages(pages, cells, head_size, head_size_v),
+        layer_pages(pages, cells, head_size, head_size_v),
         vector_at("query_start_loc", query_start_loc, torch.int32),
         vector_at("seq_lens", seq_lens, torch.int32),
         address_of("block_table", block_table, torch.int32),
@@ -418,7 +418,7 @@ def rows_of(name: str, tensor: torch.Tensor) -> Rows:
     return Rows(tensor.data_ptr(), token_stride, head_stride, code, tensor.shape[2])
 
 
-def _pages(pages: torch.Tensor, cells: Cells, size: int, size_v: int) -> Pages:
+def layer_pages(pages: torch.Tensor, cells: Cells, size: int, size_v: int) -> Pages:
     layer = pages_of(pages, cells.nbytes, f"{size} + {size_v} elements of {cells.name}")
     if cells.whole_sides:
         states, width = layer.block_size, cells.nbytes

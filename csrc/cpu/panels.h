@@ -1,0 +1,119 @@
+// Products with packed weights, a panel at a time, written once for every type.
+//
+// A weight is cut into panels of kPanel outputs. A panel is stored step by step: of each
+// output one 32-bit unit, a float or two bf16 that follow each other in the row. What
+// is missing to whole units and panels is 0. A sum is fp32 and runs over the steps in
+// order, whatever else is computed: a row's bits depend on nothing else in the batch.
+#pragma once
+
+#include "api.h"
+#include "simd.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+constexpr int kPanelVectors = kPanel / kLanes;
+constexpr int kUnitsAhead = 1024;      // 4 KiB: 2 and 8 KiB measured slower
+
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+
+// How units of weights are multiplied, and what a row of activations holds for a step.
+struct FloatSteps {
+  static constexpr int kDType = kFloat32;
+  static constexpr int kElems = 1;     // weights per unit
+  static constexpr int kWords = 1;     // 32-bit words of a row per step
+  static constexpr int kRowDType = kFloat32;
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : kLanes == 8 ? 3 : 1;
+  struct Column {
+    F x;
+  };
+  VLLM_INLINE Column column(const uint32_t* p) { return {as_float(u_load(p))}; }
+  VLLM_INLINE F dot(F acc, const Column& c, const uint32_t* a) {
+    return fma(c.x, as_float(u_set1(*a)), acc);
+  }
+};
+
+#if defined(__AVX512BF16__)
+struct BFloat16Steps {
+  static constexpr int kDType = kBFloat16;
+  static constexpr int kElems = 2;
+  static constexpr int kWords = 1;
+  static constexpr int kRowDType = kBFloat16;
+  static constexpr int kMaxRows = 8;
+  struct Column {
+    U x;
+  };
+  VLLM_INLINE Column column(const uint32_t* p) { return {u_load(p)}; }
+  VLLM_INLINE F dot(F acc, const Column& c, const uint32_t* a) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)c.x, (__m512bh)u_set1(*a));
+  }
+};
+#else
+// Rows stay fp32: weights are widened in registers.
+struct BFloat16Steps {
+  static constexpr int kDType = kBFloat16;
+  static constexpr int kElems = 2;
+  static constexpr int kWords = 2;
+  static constexpr int kRowDType = kFloat32;
+  static constexpr int kMaxRows = kLanes == 8 ? 2 : 1;
+  struct Column {
+    F low, high;
+  };
+  VLLM_INLINE Column column(const uint32_t* p) {
+    const Words bits = (Words)u_load(p);
+    return {(F)(bits << 16), (F)(bits & 0xffff0000u)};
+  }
+  VLLM_INLINE F dot(F acc, const Column& c, const uint32_t* a) {
+    acc = fma(c.low, as_float(u_set1(a[0])), acc);
+    return fma(c.high, as_float(u_set1(a[1])), acc);
+  }
+};
+#endif
+
+// c [kRows, kPanel] = bias + rows a times one panel b. `kFetch`: the panel comes from
+// memory and is asked for ahead.
+template <class Steps, int kRows, bool kFetch>
+void panel_block(float* c, const float* bias, const uint32_t* a, int64_t a_row,
+                 const uint32_t* b, int64_t steps) {
+  F acc[kRows][kPanelVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; ++v) {
+      acc[r][v] = bias == nullptr ? set1(0.f) : load(bias + v * kLanes);
+    }
+  }
+  for (int64_t step = 0; step < steps; ++step, a += Steps::kWords, b += kPanel) {
+    if constexpr (kFetch) {
+      prefetch_line(b + kUnitsAhead);
+      prefetch_line(b + kUnitsAhead + 16);
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const typename Steps::Column column = Steps::column(b + v * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        acc[r][v] = Steps::dot(acc[r][v], column, a + r * a_row);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kPanelVectors; ++v) {
+      store(c + r * kPanel + v * kLanes, acc[r][v]);
+    }
+  }
+}
+
+template <class Steps, bool kFetch, int kRows = Steps::kMaxRows>
+void panel_rows(int rows, float* c, const float* bias, const uint32_t* a, int64_t a_row,
+                const uint32_t* b, int64_t steps) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) {
+      return panel_block<Steps, kRows, kFetch>(c, bias, a, a_row, b, steps);
+    }
+    panel_rows<Steps, kFetch, kRows - 1>(rows, c, bias, a, a_row, b, steps);
+  }
+}
+
+}  // namespace vllm_cpu::VLLM_ISA

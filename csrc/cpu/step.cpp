@@ -1,0 +1,360 @@
+// Goes through a step plan: fills in what is new in this step, cuts every operation into
+// items and lets a team of threads do them.
+#include "step.h"
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "plan.h"
+#include "route.h"
+#include "runtime.h"
+#include "team.h"
+
+namespace vllm_cpu {
+namespace {
+
+// Below so many elements an operation is left to one thread.
+constexpr int64_t kSerialElements = 1 << 13;
+constexpr int64_t kItemsPerThread = 8;
+constexpr int64_t kStoreCost = 4;  // of an element, in those of a simple operation
+
+// One way of cutting attention, shared by the layers that it fits.
+struct AttentionPlan {
+  const AttentionArgs* like;
+  const AttentionKernel* kernel;
+  Plan plan;
+
+  bool fits(const AttentionArgs& a, const AttentionKernel* k) const {
+    const AttentionArgs& b = *like;
+    return k == kernel && a.block_table == b.block_table &&
+           a.seq_lens == b.seq_lens && a.pages.num_heads == b.pages.num_heads &&
+           a.pages.block_size == b.pages.block_size &&
+           a.pages.num_blocks == b.pages.num_blocks &&
+           a.num_query_heads == b.num_query_heads && a.query.size == b.query.size &&
+           a.out.size == b.out.size && a.sliding_window == b.sliding_window &&
+           a.causal == b.causal;
+  }
+};
+
+struct Failure {
+  Status status = kOk;
+  int32_t where = 0;
+};
+
+class StepRunner : public PhaseRunner {
+ public:
+  StepRunner(const StepOp* ops, int32_t num_ops, const StepInputs& in)
+      : ops_(ops), num_ops_(num_ops), in_(in), kernels_(kernels()) {}
+
+  Failure run_all() {
+    int64_t macs = 0;
+    for (int32_t i = 0; i < num_ops_; ++i) macs += macs_of(ops_[i]);
+    threads_ = threads_for(macs);
+    for (int32_t i = 0; i < num_ops_; ++i) {
+      const Failure failure = prepare(i);
+      if (failure.status != kOk) return failure;
+    }
+    shared_.reset(static_cast<uint8_t*>(
+        ::operator new(static_cast<size_t>(shared_bytes_ + 64))));
+    if (!run_phases(phases_, *this, threads_, scratch_bytes_)) return {kOutOfMemory, 0};
+    return {};
+  }
+
+  int64_t count(const Phase& phase) const override {
+    if (phase.items >= 0) return phase.items;
+    const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(ops_[phase.op].args);
+    return kernels_.experts(a.dtype)->num_items(a, phase.part, shared());
+  }
+
+  void run(const Phase& phase, int64_t begin, int64_t end, void* scratch) override {
+    const StepOp& op = ops_[phase.op];
+    switch (op.kind) {
+      case kStepLinear: {
+        const LinearArgs& a = *static_cast<const LinearArgs*>(op.args);
+        return kernels_.linear(a.dtype)->run(a, begin, end, scratch);
+      }
+      case kStepAttend: return attend(op, phase, begin, end, scratch);
+      case kStepExperts: {
+        const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
+        return kernels_.experts(a.dtype)->run(a, phase.part, begin, end, shared(), scratch);
+      }
+      default: break;
+    }
+    const int64_t first = begin * phase.rows;
+    run_rows(op, first, std::min(rows_of(op), end * phase.rows), scratch);
+  }
+
+ private:
+  int64_t rows_of(const StepOp& op) const {
+    return op.wanted ? in_.num_wanted : in_.num_tokens;
+  }
+
+  int64_t macs_of(const StepOp& op) const {
+    if (op.kind == kStepExperts) {
+      const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
+      return rows_of(op) * a.top_k * a.hidden * a.intermediate * 3;
+    }
+    if (op.kind != kStepLinear) return 0;
+    const LinearArgs& a = *static_cast<const LinearArgs*>(op.args);
+    return rows_of(op) * a.inputs * a.outputs;
+  }
+
+  void* shared() const {
+    const auto address = reinterpret_cast<uintptr_t>(shared_.get());
+    return reinterpret_cast<void*>((address + 63) / 64 * 64);
+  }
+
+  // --- before the step ------------------------------------------------------------
+
+  Failure prepare(int32_t i) {
+    const StepOp& op = ops_[i];
+    switch (op.kind) {
+      case kStepEmbed:
+        for (int32_t t = 0; t < in_.num_tokens; ++t) {
+          if (in_.token_ids[t] < 0 || in_.token_ids[t] >= op.limit) return {kBadToken, t};
+        }
+        add_rows_phase(i, op.size);
+        return {};
+      case kStepRotate:
+        if (op.limit != checked_positions_) {
+          for (int32_t t = 0; t < in_.num_tokens; ++t) {
+            if (in_.positions[t] < 0 || in_.positions[t] >= op.limit) {
+              return {kBadPosition, t};
+            }
+          }
+          checked_positions_ = op.limit;
+        }
+        add_rows_phase(i, static_cast<int64_t>(op.heads) * op.size);
+        return {};
+      case kStepLinear: return prepare_linear(i);
+      case kStepStore: return prepare_store(i);
+      case kStepAttend: return prepare_attention(i);
+      case kStepExperts: return prepare_experts(i);
+      case kStepRoute: {
+        const RouteArgs& a = *static_cast<const RouteArgs*>(op.args);
+        need(4 * a.num_experts * static_cast<int64_t>(sizeof(float)));
+        add_rows_phase(i, kStoreCost * a.num_experts);
+        return {};
+      }
+      default:
+        add_rows_phase(i, static_cast<int64_t>(op.heads) * op.size);
+        return {};
+    }
+  }
+
+  void need(int64_t scratch_bytes) {
+    scratch_bytes_ = std::max(scratch_bytes_, scratch_bytes);
+  }
+
+  void add_phase(int32_t op, int64_t items, int32_t part = 0, int64_t rows = 1) {
+    phases_.push_back({items, 1, rows, op, part});
+  }
+
+  // An operation whose rows cost as much as `elements` simple ones.
+  void add_rows_phase(int32_t i, int64_t elements) {
+    const int64_t rows = rows_of(ops_[i]);
+    if (rows == 0) return;
+    int64_t items = 1;
+    if (threads_ > 1 && rows * elements > kSerialElements) {
+      items = std::min(rows, threads_ * kItemsPerThread);
+    }
+    const int64_t each = (rows + items - 1) / items;
+    add_phase(i, (rows + each - 1) / each, 0, each);
+  }
+
+  Failure prepare_linear(int32_t i) {
+    LinearArgs& a = *static_cast<LinearArgs*>(ops_[i].args);
+    const LinearKernel* const kernel = kernels_.linear(a.dtype);
+    if (kernel == nullptr) return {kUnsupported, i};
+    a.num_rows = static_cast<int32_t>(rows_of(ops_[i]));
+    if (a.num_rows == 0) return {};
+    need(kernel->scratch_bytes(a));
+    add_phase(i, kernel->num_items(a));
+    return {};
+  }
+
+  Failure prepare_store(int32_t i) {
+    StoreArgs& a = *static_cast<StoreArgs*>(ops_[i].args);
+    a.slot_mapping = in_.batches[ops_[i].group].slot_mapping;
+    add_rows_phase(i, kStoreCost * a.pages.num_heads * (a.key.size + a.value.size));
+    return {};
+  }
+
+  Failure prepare_attention(int32_t i) {
+    AttentionArgs& a = *static_cast<AttentionArgs*>(ops_[i].args);
+    const StepBatch& batch = in_.batches[ops_[i].group];
+    a.query_start_loc = batch.query_start_loc;
+    a.seq_lens = batch.seq_lens;
+    a.block_table = batch.block_table;
+    a.block_table_stride = batch.block_table_stride;
+    a.block_table_width = batch.block_table_width;
+    a.num_requests = batch.num_requests;
+    a.num_tokens = in_.num_tokens;
+    const AttentionKernel* const kernel =
+        kernels_.attention(a.cell_format, a.query.dtype);
+    if (kernel == nullptr) return {kUnsupported, i};
+    size_t found = 0;
+    while (found < plans_.size() && !plans_[found].fits(a, kernel)) ++found;
+    if (found == plans_.size()) {
+      const Checked checked = check(a);
+      if (checked.status != kOk) return {checked.status, checked.request};
+      plans_.push_back({&a, kernel, make_plan(a, *kernel, threads_)});
+    }
+    need(kernel->scratch_bytes(a));
+    const auto part = static_cast<int32_t>(found);
+    const Plan& plan = plans_[found].plan;
+    add_phase(i, static_cast<int64_t>(plan.items.size()), 2 * part);
+    if (!plan.merges.empty()) {
+      add_phase(i, static_cast<int64_t>(plan.merges.size()), 2 * part + 1);
+    }
+    return {};
+  }
+
+  Failure prepare_experts(int32_t i) {
+    ExpertsArgs& a = *static_cast<ExpertsArgs*>(ops_[i].args);
+    const ExpertsKernel* const kernel = kernels_.experts(a.dtype);
+    if (kernel == nullptr) return {kUnsupported, i};
+    a.num_tokens = in_.num_tokens;
+    shared_bytes_ = std::max(shared_bytes_, kernel->shared_bytes(a));
+    need(kernel->scratch_bytes(a));
+    for (int32_t part = 0; part < kernel->num_parts(a); ++part) add_phase(i, -1, part);
+    return {};
+  }
+
+  // --- during the step ------------------------------------------------------------
+
+  void attend(const StepOp& op, const Phase& phase, int64_t begin, int64_t end,
+              void* scratch) const {
+    const AttentionArgs& a = *static_cast<const AttentionArgs*>(op.args);
+    const AttentionPlan& shared = plans_[phase.part / 2];
+    const Plan& plan = shared.plan;
+    for (int64_t item = begin; item < end; ++item) {
+      if (phase.part % 2 == 1) {
+        shared.kernel->merge(a, plan.merges[item], scratch);
+        continue;
+      }
+      const auto next = static_cast<size_t>(item) + 1;
+      shared.kernel->attend(a, plan.items[item],
+                            next < plan.items.size() ? &plan.items[next] : nullptr,
+                            scratch);
+    }
+  }
+
+  void run_rows(const StepOp& op, int64_t begin, int64_t end, void* scratch) const {
+    if (begin >= end) return;
+    if (op.kind == kStepStore) {
+      StoreArgs a = *static_cast<const StoreArgs*>(op.args);
+      a.key.data = row_of(a.key, begin);
+      a.value.data = row_of(a.value, begin);
+      a.slot_mapping += begin;
+      a.num_tokens = static_cast<int32_t>(end - begin);
+      kernels_.store(a);
+    } else if (op.kind == kStepRoute) {
+      const RouteArgs& a = *static_cast<const RouteArgs*>(op.args);
+      const int64_t row_bytes = op.x.stride * (op.dtype == kFloat32 ? 4 : 2);
+      for (int64_t row = begin; row < end; ++row) {
+        route_row(a, static_cast<const uint8_t*>(op.x.data) + row * row_bytes, op.dtype,
+                  row, static_cast<float*>(scratch));
+      }
+    } else if (op.kind == kStepEmbed && op.args != nullptr) {
+      LinearArgs a = *static_cast<const LinearArgs*>(op.args);
+      a.out = static_cast<uint8_t*>(a.out) +
+              begin * a.out_stride * (a.dtype == kFloat32 ? 4 : 2);
+      a.num_rows = static_cast<int32_t>(end - begin);
+      kernels_.linear(a.dtype)->gather(a, in_.token_ids + begin, op.scale);
+    } else {
+      kernels_.step_rows(op, in_, begin, end);
+    }
+  }
+
+  static void* row_of(const Rows& rows, int64_t row) {
+    return static_cast<uint8_t*>(rows.data) +
+           row * rows.token_stride * (rows.dtype == kFloat32 ? 4 : 2);
+  }
+
+  const StepOp* const ops_;
+  const int32_t num_ops_;
+  const StepInputs& in_;
+  const KernelTable& kernels_;
+  int threads_ = 1;
+  int64_t checked_positions_ = -1;
+  int64_t scratch_bytes_ = 64;
+  int64_t shared_bytes_ = 0;
+  std::vector<Phase> phases_;
+  std::vector<AttentionPlan> plans_;
+  std::unique_ptr<uint8_t> shared_;
+};
+
+int64_t run_step(const StepOp* ops, int32_t num_ops, const StepInputs& in) {
+  try {
+    const Failure failure = StepRunner(ops, num_ops, in).run_all();
+    return static_cast<int64_t>(failure.where) << 8 | failure.status;
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
+}
+
+}  // namespace
+}  // namespace vllm_cpu
+
+using namespace vllm_cpu;
+
+// Sizes of the structs of step.h, 16 bits each, so that other sources are noticed.
+VLLM_EXPORT int64_t vllm_cpu_step_abi() {
+  return static_cast<int64_t>(sizeof(StepOp)) | static_cast<int64_t>(sizeof(RouteArgs)) << 16 |
+         static_cast<int64_t>(sizeof(StepBatch)) << 32 |
+         static_cast<int64_t>(sizeof(StepInputs)) << 48;
+}
+
+// Runs a plan. 0, or a Status in the low 8 bits and the request, token or operation at
+// fault above them; nothing is written before everything is checked.
+VLLM_EXPORT int64_t vllm_cpu_step(const StepOp* ops, int32_t num_ops,
+                                  const StepInputs* inputs) {
+  return run_step(ops, num_ops, *inputs);
+}
+
+VLLM_EXPORT int64_t vllm_cpu_linear_abi() { return sizeof(LinearArgs); }
+
+// One linear layer by itself.
+VLLM_EXPORT int64_t vllm_cpu_linear(LinearArgs* args) {
+  StepOp op = {};
+  op.kind = kStepLinear;
+  op.args = args;
+  StepInputs in = {};
+  in.num_tokens = args->num_rows;
+  return run_step(&op, 1, in);
+}
+
+// Rows of a packed weight: out [num_rows, inputs]. Ids must be within the weight.
+VLLM_EXPORT int64_t vllm_cpu_gather(LinearArgs* args, const int64_t* ids) {
+  StepOp op = {};
+  op.kind = kStepEmbed;
+  op.size = args->inputs;
+  op.limit = args->outputs;
+  op.scale = 1.f;
+  op.args = args;
+  StepInputs in = {};
+  in.num_tokens = args->num_rows;
+  in.token_ids = ids;
+  return run_step(&op, 1, in);
+}
+
+// The size of the struct that the next function takes, for the same purpose.
+VLLM_EXPORT int64_t vllm_cpu_experts_abi() { return sizeof(ExpertsArgs); }
+
+// Writes the weighted sum of every token's experts. 0, or a Status; nothing is written
+// before ids are checked.
+VLLM_EXPORT int64_t vllm_cpu_experts(ExpertsArgs* args) {
+  const int64_t pairs = static_cast<int64_t>(args->num_tokens) * args->top_k;
+  for (int64_t i = 0; i < pairs; ++i) {
+    if (args->ids[i] < 0 || args->ids[i] >= args->num_experts) return kBadExpert;
+  }
+  StepOp op = {};
+  op.kind = kStepExperts;
+  op.args = args;
+  StepInputs in = {};
+  in.num_tokens = args->num_tokens;
+  return run_step(&op, 1, in);
+}

@@ -1,0 +1,100 @@
+// The C ABI of a step plan: a model's operations as records, run one after another.
+//
+// vllm/model_executor/step/records.py mirrors these structs field by field and refuses a
+// library whose struct sizes differ. Activations are rows of one type throughout, and
+// are rounded to it where PyTorch's operators round.
+#pragma once
+
+#include <stdint.h>
+
+#include "api.h"
+
+namespace vllm_cpu {
+
+enum StepKind : int32_t {
+  kStepEmbed = 0,   // out = row `token id` of the table `weight` [limit, size] * scale
+  kStepNorm,        // out = norm(x + y), sum = x + y; without y: norm(x)
+  kStepLinear,      // out = x W^T + b; args: LinearArgs
+  kStepRotate,      // out = x, the first out_size elements of a head rotated
+  kStepStore,       // args: StoreArgs; key and value into the cache
+  kStepAttend,      // args: AttentionArgs
+  kStepGate,        // out [size] = act(x[:size]) * x[size:]
+  kStepAdd,         // out = x + y
+  kStepSoftCap,     // out = scale * tanh(x / scale)
+  kStepPick,        // out = the rows of x whose logits are wanted
+  kStepRoute,       // args: RouteArgs; from router logits x
+  kStepExperts,     // args: ExpertsArgs
+};
+
+// What `mode` says.
+enum NormMode : int32_t {
+  kNormRounded = 0,  // rounded to the type, then times weight
+  kNormWhole = 1,    // times weight, then rounded
+};
+enum RotateMode : int32_t {
+  kRotateHalves = 0,  // element i with i + size / 2
+  kRotatePairs = 1,   // 2i with 2i + 1
+};
+enum GateMode : int32_t { kGateSilu = 0, kGateGelu = 1, kGateGeluTanh = 2 };
+
+// Rows of activations; the stride is in elements.
+struct StepRows {
+  void* data;
+  int64_t stride;
+};
+
+struct StepOp {
+  int32_t kind;
+  int32_t dtype;
+  int32_t mode;
+  int32_t group;       // whose batch attention and stores take
+  int32_t wanted;      // 1: only rows whose logits are wanted
+  int32_t heads;       // side by side in a row
+  int32_t size;        // elements of a head
+  int32_t out_size;
+  int64_t limit;       // of token ids or positions
+  StepRows out, x, y, sum;
+  const void* weight;  // norms: float32 [size] or null; rotations: cos, sin per position
+  int64_t weight_stride;
+  float scale;
+  float eps;
+  void* args;
+};
+
+// How experts are chosen from router logits; see Routing in fused_moe/routing.py.
+struct RouteArgs {
+  int64_t* ids;        // [rows, top_k]
+  float* weights;      // [rows, top_k]
+  const float* bias;   // [experts] or null
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t sigmoid;     // scores: 0 softmax, 1 sigmoid
+  int32_t num_groups;  // 0: none
+  int32_t topk_groups;
+  int32_t scores_per_group;
+  int32_t renormalize;
+  float scale;
+};
+
+// What one KV-cache group needs to know of the step.
+struct StepBatch {
+  const int32_t* query_start_loc;  // [num_requests + 1]
+  const int32_t* seq_lens;         // [num_requests]
+  const int32_t* block_table;      // [num_requests, block_table_width]
+  const int64_t* slot_mapping;     // [num_tokens]
+  int64_t block_table_stride;
+  int32_t block_table_width;
+  int32_t num_requests;
+};
+
+struct StepInputs {
+  const int64_t* token_ids;        // [num_tokens]
+  const int64_t* positions;        // [num_tokens]
+  const int32_t* wanted;           // [num_wanted]: tokens
+  const StepBatch* batches;
+  int32_t num_tokens;
+  int32_t num_wanted;
+  int32_t num_batches;
+};
+
+}  // namespace vllm_cpu

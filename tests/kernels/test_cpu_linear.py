@@ -1,0 +1,101 @@
+"""Weights in panels: packing, products and look-ups against plain torch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vllm.model_executor.layers.panel_weight import PanelWeight
+from vllm.v1.attention.ops import cpu_kernels
+
+pytestmark = pytest.mark.skipif(
+    not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
+)
+
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # error of the largest output
+SHAPES = [(1, 1), (32, 2), (33, 7), (70, 40), (96, 64), (256, 1025)]
+
+
+@pytest.fixture(params=cpu_kernels.ISAS, autouse=True)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        yield cpu_kernels.choose_isa(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    finally:
+        cpu_kernels.choose_isa(None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_was_packed_is_read_back(shape, dtype: torch.dtype) -> None:
+    weight = torch.randn(shape).to(dtype)
+    packed = PanelWeight(weight)
+    assert torch.equal(packed.to_dense(), weight)
+    ids = torch.randint(shape[0], (9,))
+    assert torch.equal(packed.rows(ids), weight[ids])
+    transposed = torch.randn(shape[::-1]).to(dtype).T
+    assert torch.equal(PanelWeight(transposed).to_dense(), transposed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 33, 300])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_equal_torch(shape, rows: int, dtype: torch.dtype, biased) -> None:
+    outputs, inputs = shape
+    weight, x = torch.randn(shape).to(dtype), torch.randn(rows, inputs).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if biased else None
+    expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+    found = PanelWeight(weight).linear(x, bias)
+    assert found.dtype == dtype
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error <= DTYPES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    weight = PanelWeight(torch.randn(70, 90).to(dtype))
+    x = torch.randn(200, 90).to(dtype)
+    together = weight.linear(x, None)
+    for count in (1, 2, 7, 13):
+        assert torch.equal(weight.linear(x[:count], None), together[:count])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_threads(threads: int) -> None:
+    weight, x = PanelWeight(torch.randn(640, 512)), torch.randn(37, 512)
+    before = torch.get_num_threads()
+    expected = weight.linear(x, None)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(weight.linear(x, None), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_inputs_may_be_strided_and_have_any_rank() -> None:
+    weight = PanelWeight(torch.randn(24, 32).bfloat16())
+    wide = torch.randn(5, 67).bfloat16()
+    for part in (wide[:, :32], wide[:, 3:35], wide[::2, 1:33]):
+        assert torch.equal(
+            weight.linear(part, None), weight.linear(part.contiguous(), None)
+        )
+    cube = torch.randn(2, 3, 32).bfloat16()
+    flat = weight.linear(cube.view(6, 32), None)
+    assert torch.equal(weight.linear(cube, None).view(6, 24), flat)
+    assert weight.linear(wide[:0, :32], None).shape == (0, 24)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    weight = PanelWeight(torch.randn(8, 4))
+    with pytest.raises(ValueError, match=r"float16.*float32 or bfloat16"):
+        PanelWeight(torch.zeros(8, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"\(2, 5\)"):
+        weight.linear(torch.zeros(2, 5), None)
+    with pytest.raises(ValueError, match="bfloat16"):
+        weight.linear(torch.zeros(2, 4).bfloat16(), None)
+    for outside in (-1, 8):
+        with pytest.raises(IndexError, match="8 rows"):
+            weight.rows(torch.tensor([0, outside]))

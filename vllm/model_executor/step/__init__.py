@@ -1,0 +1,12 @@
+"""A decode step as a list of C++ operations, traced from the model's own forward."""
+
+from vllm.model_executor.step.trace import (
+    NotPlanned,
+    Positions,
+    Slot,
+    StepTrace,
+    TokenIds,
+    traces,
+)
+
+__all__ = ["NotPlanned", "Positions", "Slot", "StepTrace", "TokenIds", "traces"]

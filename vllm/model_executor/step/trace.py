@@ -1,0 +1,324 @@
+"""Traces a model's forward into operations over static buffers.
+
+A model is not written twice: it is called once with `Slot`s in the place of tensors.
+Its own code composes; its layers, which `traces` marks, answer a slot by emitting their
+operation (`emit`) and return the slot of the result. Knows buffers, their lifetimes and
+views of them. Refuses to know what models are made of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm.model_executor.step import records
+from vllm.utils.math_utils import round_up
+
+_LINE = 64  # bytes of a cache line
+_SET = 1024  # rows a multiple of this many bytes apart would share a set of the cache
+
+
+class NotPlanned(Exception):
+    """Says why a model has no plan."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Rows of one width that the plan holds from operation `first` to `last`."""
+
+    row_bytes: int
+    num_rows: int
+    first: int
+    last: int
+    offset: int = -1
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+
+class Traced:
+    """Stands for a tensor while a model is traced; what has no operation is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(function, "__name__", function)
+        raise NotPlanned(f"`{name}` of activations has no operation")
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotPlanned(f"`{name}` of activations has no operation")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slot(Traced):
+    """Rows of activations, one per token: [tokens, heads * size], or with `by_head`
+    [tokens, heads, size].
+
+    `start` is an element of the buffer's row. `wanted`: the rows are those whose logits
+    are wanted.
+    """
+
+    trace: StepTrace
+    buffer: Buffer
+    dtype: torch.dtype
+    heads: int
+    size: int
+    start: int = 0
+    by_head: bool = False
+    wanted: bool = False
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of a tensor; -1 tokens, since every step has its own number."""
+        return (-1, self.heads, self.size) if self.by_head else (-1, self.width)
+
+    @property
+    def stride(self) -> int:
+        """Elements from row to row."""
+        return self.buffer.row_bytes // self.dtype.itemsize
+
+    def unflatten(self, dim: int, sizes: Sequence[int]) -> Slot:
+        heads, size = sizes
+        heads = self.width // size if heads == -1 else heads
+        size = self.width // heads if size == -1 else size
+        if dim not in (1, -1) or self.by_head or heads * size != self.width:
+            raise NotPlanned(f"rows of {self.width} elements by {tuple(sizes)}")
+        return replace(self, heads=heads, size=size, by_head=True)
+
+    def flat(self) -> Slot:
+        return replace(self, heads=1, size=self.width, by_head=False)
+
+    def __getitem__(self, index: Any) -> Slot:
+        """[:, a:b]: some of the heads, or some of the elements of flat rows."""
+        rows, columns = index
+        count = self.heads if self.by_head else self.width
+        if rows != slice(None) or not isinstance(columns, slice):
+            raise NotPlanned(f"the view {index}")
+        first, last, step = columns.indices(count)
+        if step != 1 or first >= last:
+            raise NotPlanned(f"the view {index}")
+        if self.by_head:
+            start = self.start + first * self.size
+            return replace(self, start=start, heads=last - first)
+        return replace(self, start=self.start + first, heads=1, size=last - first)
+
+    def __mul__(self, factor: float) -> Slot:
+        self.trace.scale(self, float(factor))
+        return self
+
+    def __add__(self, other: Slot) -> Slot:
+        """An operation of its own: x + y, rounded."""
+        out = self.trace.slot(self.heads, self.size, like=self)
+        self.trace.emit(
+            records.ADD,
+            [out],
+            [self, other],
+            lambda: {
+                "out": out.rows(),
+                "x": self.rows(),
+                "y": other.rows(),
+                "size": self.width,
+            },
+        )
+        return out
+
+    def rows(self) -> records.StepRows:
+        """For the kernels; once memory is given out."""
+        return records.StepRows(self.trace.address(self), self.stride)
+
+
+@dataclass(frozen=True)
+class TokenIds(Traced):
+    """The step's token ids, in the place of a tensor."""
+
+    trace: StepTrace
+
+
+@dataclass(frozen=True)
+class Positions(Traced):
+    """The step's positions, in the place of a tensor."""
+
+    trace: StepTrace
+
+
+def traces(layer: type[nn.Module]) -> type[nn.Module]:
+    """Class decorator: a call with a slot, or with the step's ids, goes to `emit`; a
+    layer without that has no operation."""
+    inner = layer.__call__
+
+    def call(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, Traced):
+            return inner(self, x, *args, **kwargs)
+        if not hasattr(self, "emit"):
+            raise NotPlanned(f"{type(self).__name__} has no operation")
+        return self.emit(x, *args, **kwargs)
+
+    layer.__call__ = call  # type: ignore[method-assign]
+    return layer
+
+
+@dataclass(eq=False)
+class _Op:
+    """One operation: what it reads and writes, and how its record is made once memory
+    is given out. What `make` returns besides the record must be kept alive."""
+
+    kind: int
+    make: Callable[[], tuple[records.StepOp, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class StepTrace:
+    """Collects operations, then gives memory to slots and makes the records.
+
+    `group_of` names the KV-cache group of a layer; see `StepInputs` for its batch.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        max_tokens: int,
+        max_wanted: int,
+        group_of: dict[str, int],
+    ) -> None:
+        if dtype not in records.DTYPES:
+            raise NotPlanned(f"activations in {dtype}")
+        self.dtype = dtype
+        self.max_tokens, self.max_wanted = max_tokens, max_wanted
+        self.group_of = group_of
+        self.ops: list[_Op] = []
+        self.token_ids, self.positions = TokenIds(self), Positions(self)
+        self._buffers: list[Buffer] = []
+        self._produced: dict[int, _Op] = {}  # by id of the slot's buffer
+        self._kept: list[Any] = []
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    # --- for layers -------------------------------------------------------------------
+
+    def slot(
+        self,
+        heads: int,
+        size: int,
+        *,
+        like: Slot | None = None,
+        wanted: bool = False,
+        dtype: torch.dtype | None = None,
+        touching: bool = False,
+    ) -> Slot:
+        """Fresh rows, written by the operation that is emitted next, for the tokens
+        whose logits are `wanted`, as in the slot they are `like`, or for all. Rows lie
+        apart so that they spread over the cache, unless they are `touching`."""
+        wanted = wanted or (like is not None and like.wanted)
+        dtype = dtype or self.dtype
+        row_bytes = heads * size * dtype.itemsize
+        if not touching:
+            row_bytes = round_up(row_bytes, _LINE)
+            row_bytes += _LINE if row_bytes % _SET == 0 else 0
+        now = len(self.ops)
+        rows = self.max_wanted if wanted else self.max_tokens
+        buffer = Buffer(row_bytes, rows, now, now)
+        self._buffers.append(buffer)
+        return Slot(
+            trace=self,
+            buffer=buffer,
+            dtype=dtype,
+            heads=heads,
+            size=size,
+            by_head=heads > 1,
+            wanted=wanted,
+        )
+
+    def emit(
+        self,
+        kind: int,
+        writes: Sequence[Slot],
+        reads: Sequence[Slot],
+        make: Callable[[], dict[str, Any]],
+        keep: Any = None,
+    ) -> None:
+        """Adds an operation. `make` gives the fields of its record, after memory was
+        given out; `keep` lives as long as the plan."""
+        now = len(self.ops)
+        wanted = (*reads, *writes)[0].wanted
+
+        def record() -> tuple[records.StepOp, Any]:
+            fields = make()
+            args = fields.pop("args", None)
+            op = records.StepOp(
+                kind=kind,
+                dtype=fields.pop("dtype", records.DTYPES[self.dtype]),
+                heads=fields.pop("heads", 1),
+                wanted=wanted,
+                args=None if args is None else ctypes.addressof(args),
+                **fields,
+            )
+            return op, (args, keep)
+
+        op = _Op(kind, record)
+        self.ops.append(op)
+        for slot in (*reads, *writes):
+            slot.buffer.last = now
+        self._produced.update((id(slot.buffer), op) for slot in writes)
+
+    def scale(self, x: Slot, factor: float) -> None:
+        """Multiplies freshly embedded rows."""
+        op = self._produced.get(id(x.buffer))
+        if op is None or op is not self.ops[-1] or op.kind != records.EMBED:
+            raise NotPlanned("a scale of anything but embeddings")
+        op.settings["scale"] = factor
+
+    # --- afterwards -------------------------------------------------------------------
+
+    def finish(self, kept: Sequence[Slot]) -> ctypes.Array[records.StepOp]:
+        """The records, over memory that buffers share when they do not live at one
+        time. `kept` can be read after the step."""
+        for slot in kept:
+            slot.buffer.last = len(self.ops)
+        total = _place(self._buffers)
+        self.memory = torch.empty(total + _LINE, dtype=torch.uint8)
+        table = (records.StepOp * len(self.ops))()
+        for i, op in enumerate(self.ops):
+            table[i], keep = op.make()
+            for name, value in op.settings.items():
+                setattr(table[i], name, value)
+            self._kept.append(keep)
+        return table
+
+    def address(self, slot: Slot) -> int:
+        base = round_up(self.memory.data_ptr(), _LINE)
+        return base + slot.buffer.offset + slot.start * slot.dtype.itemsize
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """The rows of a slot that was kept, [rows, width]."""
+        first = self.address(slot) - self.memory.data_ptr()
+        typed = self.memory[first : first + slot.buffer.num_bytes].view(slot.dtype)
+        return typed.view(-1, slot.stride)[:, : slot.width]
+
+
+def _place(buffers: Sequence[Buffer]) -> int:
+    """Gives every buffer an offset, the lowest that no living one covers; returns the
+    bytes of all."""
+    placed: list[Buffer] = []
+    total = 0
+    for buffer in sorted(buffers, key=lambda b: b.first):
+        size = round_up(buffer.num_bytes, _LINE)
+        living = [b for b in placed if b.last >= buffer.first]
+        offset = 0
+        for other in sorted(living, key=lambda b: b.offset):
+            if other.offset - offset >= size:
+                break
+            offset = max(offset, round_up(other.offset + other.num_bytes, _LINE))
+        buffer.offset = offset
+        placed.append(buffer)
+        total = max(total, offset + size)
+    return total

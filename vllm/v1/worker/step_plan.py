@@ -1,0 +1,113 @@
+"""A whole step of the model as one C++ call.
+
+Knows when a plan serves and what it wants of a step's inputs. The operations are
+traced from the model (`model_executor.step`); refuses to know what they are.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm.logger import init_logger
+from vllm.model_executor.step import NotPlanned, StepTrace, ops, records
+from vllm.utils.mem_utils import format_bytes
+from vllm.v1.attention.ops import cpu_kernels
+from vllm.v1.worker.input_prep import StepInputs
+from vllm.v1.worker.utils import AttentionGroup
+
+logger = init_logger(__name__)
+
+
+class StepPlan:
+    """The operations of one model over its own buffers, replayed for every step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        max_tokens: int,
+        max_reqs: int,
+        groups: Sequence[Sequence[AttentionGroup]],
+    ) -> None:
+        """Traces the model, whose layers are bound to their pages. Raises NotPlanned
+        where something has no operation."""
+        function = records.step_function()
+        if function is None:
+            raise NotPlanned(cpu_kernels.why_unavailable() or "another build's kernels")
+        if not getattr(model, "is_traceable", False):
+            raise NotPlanned(f"{type(model).__name__} is not made of our layers")
+        self._function = function
+        flat = [group for of_group in groups for group in of_group]
+        group_of = {name: i for i, g in enumerate(flat) for name in g.layer_names}
+        self._layers = [group.layer_names[0] for group in flat]  # one for each batch
+        self._batches = (records.StepBatch * len(flat))()
+        trace = StepTrace(dtype, max_tokens, max_reqs, group_of)
+        hidden = model(trace.token_ids, trace.positions)
+        logits = model.compute_logits(ops.pick(hidden))
+        self._ops = trace.finish([hidden, logits])
+        self._hidden, self._logits = trace.tensor(hidden), trace.tensor(logits)
+        self.trace = trace
+        self.num_ops = len(self._ops)
+
+    def run(
+        self, step: StepInputs, wanted: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [T, d] of the step, and the logits of the tokens `wanted`
+        int32 [W], [W, vocabulary]. Both are overwritten by the next step."""
+        for i, name in enumerate(self._layers):
+            metadata = step.attn_metadata[name]
+            self._batches[i] = records.StepBatch(
+                metadata.query_start_loc.data_ptr(),
+                metadata.seq_lens.data_ptr(),
+                metadata.block_table.data_ptr(),
+                step.slot_mapping[name].data_ptr(),
+                metadata.block_table.stride(0),
+                metadata.block_table.shape[1],
+                metadata.seq_lens.shape[0],
+            )
+        tokens = step.num_tokens
+        inputs = records.StepInputs(
+            step.input_ids.data_ptr(),
+            step.positions.data_ptr(),
+            wanted.ctypes.data,
+            ctypes.cast(self._batches, ctypes.POINTER(records.StepBatch)),
+            tokens,
+            len(wanted),
+            len(self._layers),
+        )
+        result = self._function(self._ops, self.num_ops, inputs)
+        if result:
+            records.raise_for(result)
+        return self._hidden[:tokens], self._logits[: len(wanted)]
+
+
+def make_step_plan(
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_tokens: int,
+    max_reqs: int,
+    groups: Sequence[Sequence[AttentionGroup]],
+    *,
+    enforce_eager: bool,
+) -> StepPlan | None:
+    """The model's plan, or None where steps run eager; says which, and why."""
+    if device.type != "cpu":
+        return None
+    if enforce_eager:
+        logger.info("Steps run eager: enforce_eager asks for it")
+        return None
+    try:
+        plan = StepPlan(model, dtype, max_tokens, max_reqs, groups)
+    except NotPlanned as reason:
+        logger.info("Steps run eager, without a plan: %s", reason)
+        return None
+    logger.info(
+        "Steps are planned: %d operations in one call, %s of buffers",
+        plan.num_ops,
+        format_bytes(plan.trace.memory.numel()),
+    )
+    return plan
