@@ -100,7 +100,7 @@ def _cases() -> list[Any]:
                 case = (kind, {"kv_cache_dtype": fmt.name})
                 cases.append(pytest.param(*case, marks=pytest.mark.slow))
     for layout in ("LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"):
-        case = ("window", {"VLLM_KV_CACHE_LAYOUT": layout})
+        case = ("window", {"layout": layout, "attention_backend": "REFERENCE"})
         cases.append(pytest.param(*case, marks=pytest.mark.slow))
     return cases
 
@@ -114,10 +114,10 @@ def test_tokens_are_those_of_a_single_engine(
     how: dict[str, Any],
 ) -> None:
     how = dict(how)
-    layout = how.pop("VLLM_KV_CACHE_LAYOUT", None)
+    layout = how.pop("layout", None)
+    prefiller.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     if layout is not None:
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
-        prefiller.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     prompts = random_prompts(LENGTHS)
     alone = run(folders[kind], prompts, **how)
     free = prefiller.start(folders[kind], nixl(), **how)
@@ -132,8 +132,7 @@ def test_tokens_are_those_of_a_single_engine(
         idle(llm)
         assert num_free(llm) == before
     prefiller.wait_for_free(free)
-    if layout is not None:
-        prefiller.setenv("VLLM_KV_CACHE_LAYOUT", None)
+    prefiller.setenv("VLLM_KV_CACHE_LAYOUT", None)
 
 
 def reads_of(llm: LLM) -> list[LoadOrder]:
