@@ -13,6 +13,10 @@ _BENCHMARKS = {
     "attention": ("attention kernels per format", "vllm.benchmarks.attention"),
     "kv-accuracy": ("what formats do to predictions", "vllm.benchmarks.kv_accuracy"),
     "kv-core": ("blocks, hashes and scheduling, CPU time", "vllm.benchmarks.kv_core"),
+    "kv-transfer": (
+        "KV blocks to memory, disk and back",
+        "vllm.benchmarks.kv_transfer",
+    ),
     "startup": ("time until an engine is ready", "vllm.benchmarks.startup"),
 }
 
