@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.sample.logits_processor import load_custom_logitsprocs
 from vllm.v1.structured_output import check_structured_outputs
 
 # Fields of SamplingParams that no part of this engine acts on.
@@ -43,6 +44,10 @@ class InputProcessor:
         self.vocab_size = self.model_config.get_vocab_size()
         self.generation_config = self.model_config.generation_defaults
         self.eos_token_id = self._find_eos_token_id()
+        # They may refuse requests; what they edit is the worker's matter.
+        self.logits_processors = load_custom_logitsprocs(
+            self.model_config.logits_processors
+        )
 
     def _find_eos_token_id(self) -> int | None:
         if self.tokenizer is not None:
@@ -80,6 +85,7 @@ class InputProcessor:
             )
         text, token_ids, cache_salt = self._tokenize(prompt, tokenization_kwargs or {})
         self._check_prompt(token_ids)
+        self._ask_logits_processors(params)
         request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -125,6 +131,16 @@ class InputProcessor:
                 value=keep,
             )
         return token_ids[-keep:]
+
+    def _ask_logits_processors(self, params: SamplingParams) -> None:
+        for processor in self.logits_processors:
+            try:
+                processor.validate_params(params)
+            except ValueError as error:
+                raise VLLMValidationError(
+                    f"logits processor {processor.__name__} refuses the request: "
+                    f"{error}"
+                ) from error
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
