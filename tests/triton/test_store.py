@@ -17,6 +17,7 @@ import torch
 
 from tests.pairwise import grid, pairwise
 from tests.v1.kv_formats.helpers import AXIS_ORDERS, fits, make_pages
+from tests.v1.odd_format import Odd
 from vllm.v1.attention.ops import (
     triton_store,
     triton_store_nvfp4,
@@ -260,6 +261,16 @@ def test_what_does_not_fit_is_named() -> None:
         triton_store.store(
             odd.view(1, 1, 16, 256), slots, moved, moved, by_name("bfloat16")
         )
+
+
+def test_a_plugins_format_is_not_taken_for_one_of_its_mode() -> None:
+    fmt = Odd("odd")
+    assert fmt.mode is by_name("fp8_e4m3").mode
+    assert not triton_store.serves(fmt)
+    key, slots = torch.zeros(1, 2, 64, device=DEVICE), torch.zeros(1, device=DEVICE)
+    pages = torch.zeros(1, 6, 16, 257, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match="odd:cells has no Triton kernel"):
+        triton_store.store(pages, slots, key, key, fmt)
 
 
 def names_of(module: ModuleType) -> Iterator[str]:

@@ -27,11 +27,18 @@ from vllm.v1.attention.ops.triton_variants import KernelVariant
 from vllm.v1.kv_formats import KVFormat, KVScales, StateLayout, all_formats
 from vllm.v1.kv_formats.base import UNIT_SCALES
 from vllm.v1.kv_formats.codebook import get_midpoints
+from vllm.v1.kv_formats.dense import Dense
+from vllm.v1.kv_formats.ds_mla import Fp8DsMla, NvFp4DsMla
+from vllm.v1.kv_formats.fp8 import Fp8PerTensor
 from vllm.v1.kv_formats.hadamard import block_size, rht_signs
 from vllm.v1.kv_formats.layout import DTYPES
-from vllm.v1.kv_formats.mode import KVQuantMode
 from vllm.v1.kv_formats.nvfp4 import NvFp4
 from vllm.v1.kv_formats.paging import as_bytes
+from vllm.v1.kv_formats.per_token_head import (
+    Fp8PerTokenHead,
+    Int4PerTokenHead,
+    Int8PerTokenHead,
+)
 from vllm.v1.kv_formats.turboquant import TurboQuant
 
 # Elements of a program's tile: 16 registers for each of its 128 threads.
@@ -44,7 +51,7 @@ _WIDEST_STORE = 16
 
 def serves(fmt: KVFormat) -> bool:
     """Whether there is a kernel for the format, in any of its arrangements."""
-    return _kernel_of(fmt) is not None
+    return type(fmt) in _KERNELS
 
 
 def store(
@@ -132,8 +139,7 @@ def _bind(
     fmt: KVFormat, size: int, size_v: int, dtype: torch.dtype, device: torch.device
 ) -> _Bound:
     fmt = fmt.resolve(dtype)
-    kernel = _kernel_of(fmt)
-    if kernel is None:
+    if not serves(fmt):
         raise ValueError(
             f"KV cache format {fmt.format_id} has no Triton kernel that stores it: "
             "store it through the format itself"
@@ -144,7 +150,7 @@ def _bind(
     return _Bound(
         fmt=fmt,
         layout=layout,
-        kernel=kernel,
+        kernel=_KERNELS[type(fmt)],
         constants=_constants(fmt, layout, size, size_v),
         k_table=k_table,
         v_table=v_table,
@@ -176,20 +182,18 @@ def _check(
         )
 
 
-def _kernel_of(fmt: KVFormat) -> Any:
-    if fmt.mode.is_per_token_head:
-        return store_scaled_kernel
-    if isinstance(fmt, TurboQuant):
-        return store_turboquant_kernel
-    if fmt.mode.is_nvfp4:
-        return store_nvfp4_kernel
-    if fmt.latent:
-        fields = {row.name for row in fmt.rows(torch.bfloat16)}
-        whole_cells = {row.plane for row in fmt.rows(torch.bfloat16)} == {0}
-        is_record = whole_cells and fields == {"nope", "nope_scale", "rope"}
-        return store_records_kernel if is_record else None
-    plain = fmt.mode in (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
-    return store_plain_kernel if plain else None
+# Exact types: a format of a plugin may share a mode and fields, but not the encoding.
+_KERNELS: dict[type[KVFormat], Any] = {
+    Dense: store_plain_kernel,
+    Fp8PerTensor: store_plain_kernel,
+    Int8PerTokenHead: store_scaled_kernel,
+    Fp8PerTokenHead: store_scaled_kernel,
+    Int4PerTokenHead: store_scaled_kernel,
+    NvFp4: store_nvfp4_kernel,
+    TurboQuant: store_turboquant_kernel,
+    Fp8DsMla: store_records_kernel,
+    NvFp4DsMla: store_records_kernel,
+}
 
 
 def _table_constants(layout: StateLayout) -> Constants:
@@ -217,14 +221,14 @@ def _constants(
     if isinstance(fmt, NvFp4):
         constants["TRY_FOUR"] = fmt.four_over_six
     if fmt.latent:
-        constants["COLUMNS"] = getattr(fmt, "scale_columns", 1)
+        constants["COLUMNS"] = fmt.scale_columns if isinstance(fmt, NvFp4DsMla) else 1
     return constants
 
 
 def _tables(
     fmt: KVFormat, size: int, size_v: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if fmt.mode is KVQuantMode.INT4_PER_TOKEN_HEAD:
+    if isinstance(fmt, Int4PerTokenHead):
         signs_v = rht_signs(size_v).to(device) if size_v else None
         return rht_signs(size).to(device), signs_v
     if isinstance(fmt, TurboQuant) and not fmt.key_fp8:
