@@ -232,7 +232,7 @@ class EngineArgs:
         values = self._values_of(SchedulerConfig)
         tokens = self.max_num_batched_tokens
         if tokens is None:
-            tokens = SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS
+            tokens = max(current_platform.default_step_tokens, self.max_num_seqs or 0)
             if not self.enable_chunked_prefill:
                 tokens = max(tokens, max_model_len)
         seqs = self.max_num_seqs

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 
 from vllm import envs
+from vllm.config.scheduler import SchedulerConfig
 from vllm.logger import init_logger
 from vllm.platforms import block_size
 from vllm.platforms.kv_checks import check_kv_cache_config
@@ -92,6 +93,8 @@ class Platform:
     simple_compile_backend: str = "inductor"
     dist_backend: str = ""
     supported_quantization: ClassVar[list[str]] = []
+    # Tokens of a step unless the user says otherwise.
+    default_step_tokens: ClassVar[int] = SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS
     additional_env_vars: ClassVar[list[str]] = []
     _global_graph_pool: Any | None = None
 
