@@ -53,28 +53,35 @@ def english_text() -> str:
 
 @contextmanager
 def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
-    """Collects every logits tensor [T, vocab] that the model computes, as float32.
+    """Collects, as float32, the logits [T, vocab] of prompt positions whose logprobs
+    are asked for and of what is sampled from.
 
     Only for an engine whose core runs in this process.
     """
     recorded: list[torch.Tensor] = []
 
-    def tap(model: Any) -> Any:
-        inner = model.compute_logits
+    def tap(worker: Any) -> Any:
+        runner = worker.model_runner
+        inner = runner.prompt_logprobs.compute_logits, runner.sampler
+        of_prompt, sampler = inner
 
-        def compute_logits(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
-            logits = inner(hidden, *args)
+        def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+            logits = of_prompt(hidden)
             recorded.append(logits.float().clone())
             return logits
 
-        model.compute_logits = compute_logits
-        return model
+        def sample(logits: torch.Tensor, metadata: Any) -> Any:
+            recorded.append(logits.float().clone())
+            return sampler(logits, metadata)
 
-    (model,) = llm.apply_model(tap)
+        runner.prompt_logprobs.compute_logits, runner.sampler = compute_logits, sample
+        return runner, inner
+
+    ((runner, inner),) = llm.collective_rpc(tap)
     try:
         yield recorded
     finally:
-        del model.compute_logits  # the class's own method shows again
+        runner.prompt_logprobs.compute_logits, runner.sampler = inner
 
 
 def prompt_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:

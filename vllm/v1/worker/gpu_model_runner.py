@@ -453,5 +453,6 @@ class GPUModelRunner:
         self.kv_caches = {}
         self.attn_groups = []
         self.graphs = self.copier = None
+        self.plan = None
         for name in ("model", "zeroer", "input_batch", "inputs"):
             self.__dict__.pop(name, None)

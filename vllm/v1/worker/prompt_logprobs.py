@@ -25,7 +25,7 @@ class PromptLogprobs:
     def __init__(
         self, compute_logits: Callable[[torch.Tensor], torch.Tensor], vocab_size: int
     ) -> None:
-        self._compute_logits = compute_logits
+        self.compute_logits = compute_logits
         self._vocab_size = vocab_size
         self._wanted: dict[str, int] = {}
 
@@ -78,7 +78,7 @@ class PromptLogprobs:
         end = min(first + hidden.shape[0], num_rows)
         for low in range(first, end, _MAX_LOGITS_ROWS):
             high = min(low + _MAX_LOGITS_ROWS, end)
-            logits = self._compute_logits(hidden[low - first : high - first])
+            logits = self.compute_logits(hidden[low - first : high - first])
             targets = torch.tensor(prompt[low + 1 : high + 1], device=logits.device)
             found = gather_logprobs(compute_logprobs(logits), num_logprobs, targets)
             for target, source in zip(rows, found, strict=True):
