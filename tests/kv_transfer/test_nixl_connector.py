@@ -34,6 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     LoadOrder,
     RemotePrefill,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.peer import Peer
 from vllm.testing.kv_connector.models import ModelFolders
 from vllm.utils.import_utils import has_module
 from vllm.utils.network_utils import get_open_port
@@ -470,9 +471,57 @@ def test_blocks_come_back_when_the_decode_engine_dies(
     prefiller.wait_for_free(free, timeout=15)
 
 
-@pytest.mark.parametrize(
-    "transport", ["tcp", pytest.param("shared memory", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_pages_that_are_others_by_now_are_not_used(
+    folders: ModelFolders,
+    prefiller: EngineProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+) -> None:
+    """The decode engine comes to a halt between its claim and its read."""
+    prompts, others = random_prompts([200] * 4), random_prompts([200] * 8, seed=9)
+    alone = run(folders["full"], prompts)
+    free = prefiller.start(
+        folders["full"],
+        nixl(lease_s=0.5),
+        num_gpu_blocks_override=64,
+        enable_prefix_caching=False,
+    )
+    read, reads = Peer.read, []
+
+    def late(peer: Peer, order: LoadOrder) -> Any:
+        if not reads:
+            prefiller.wait_for_free(free)
+            prefiller.generate(others, 1)
+        reads.append(order)
+        return read(peer, order)
+
+    params = prefiller.prefill(prompts)
+    with engine(folders["full"], nixl({"kv_load_failure_policy": policy})) as llm:
+        before = num_free(llm)
+        keeper = core_of(llm).scheduler.connector.connector_scheduler.keeper
+        take_due = keeper._take_due
+        monkeypatch.setattr(Peer, "read", late)
+        # Claims, and never renews.
+        due: list[Any] = []
+        monkeypatch.setattr(
+            keeper,
+            "_take_due",
+            lambda now: {} if len(due) > 3 else due.append(now) or take_due(now),
+        )
+        continued = decode(llm, prompts, params)
+        assert len(reads) == 4
+        if policy == "recompute":
+            assert_same(continued, alone)
+        else:
+            reasons = {output.outputs[0].finish_reason for output in continued}
+            assert reasons == {"error"}
+        idle(llm)
+        assert num_free(llm) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["tcp", "shared memory"])
 def test_pages_that_changed_while_they_were_read_are_not_used(
     folders: ModelFolders,
     prefiller: EngineProcess,
