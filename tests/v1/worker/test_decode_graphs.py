@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2Config
 
 from tests.e2e.tiny import SIZES, engine, greedy, prompts_of, save_tiny, vocabulary
-from tests.v1.worker.graph_worker import CapturedBackend, CapturedBuilder
+from tests.v1.worker.graph_worker import CapturedBackend, CapturedBuilder, HostDevice
 from vllm.model_executor.layers.attention.chunked_local_attention import in_chunks
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -111,6 +111,27 @@ def test_why_steps_stay_eager_is_said(
     with engine(folder, **{**SETTINGS, **settings}) as llm:
         assert runner_of(llm).graphs is None
     assert any("are not captured" in line and reason in line for line in lines)
+
+
+@needs_kernels
+def test_a_model_that_cannot_be_captured_runs_eagerly_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: HostDevice, run: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    lines: list[str] = []
+    monkeypatch.setattr(HostDevice, "capture", fail)
+    monkeypatch.setattr(
+        "vllm.v1.worker.decode_graphs.logger.warning",
+        lambda message, *args: lines.append(message % args),
+    )
+    with engine(folder, **SETTINGS) as llm:
+        assert runner_of(llm).graphs is None
+        assert len(greedy(llm, prompts_of([5]), 3)[0]) == 3
+    (line,) = lines
+    assert "cannot be captured: operation not permitted" in line
+    assert "more" not in line and "--enforce-eager" in line
 
 
 def test_the_host_captures_nothing_by_itself() -> None:

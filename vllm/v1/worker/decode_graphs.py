@@ -95,9 +95,25 @@ class DecodeGraphs:
         self._starts_cpu = torch.arange(most + 1, dtype=torch.int32)
         self._starts = self._starts_cpu.to(device.torch_device)
 
+    def capture(self) -> bool:
+        """Captures every size, the largest first. False, with a warning, where the
+        model's own code cannot be captured, for example because it counts on the host
+        which experts it needs."""
+        try:
+            self._capture_all()
+        except RuntimeError as error:
+            self._graphs.clear()
+            logger.warning(
+                "Decode steps run without graphs, because the model cannot be "
+                "captured: %s. --enforce-eager starts without trying.",
+                str(error).splitlines()[0],
+            )
+            return False
+        logger.info("Decode steps are captured for batches of %s", self.sizes)
+        return True
+
     @torch.inference_mode()
-    def capture(self) -> None:
-        """Captures every size, the largest first."""
+    def _capture_all(self) -> None:
         for size in reversed(self.sizes):
             self._pad(0, size)
             lengths = torch.full((size,), _PADDING_LENGTH, dtype=torch.int32)
@@ -108,7 +124,6 @@ class DecodeGraphs:
                 for name in names:
                     metadata[name], slots[name] = built, common.slot_mapping
             self._graphs[size] = self._captured(size, metadata, slots)
-        logger.info("Decode steps are captured for batches of %s", self.sizes)
 
     def _captured(
         self, size: int, metadata: dict[str, Any], slots: dict[str, torch.Tensor]

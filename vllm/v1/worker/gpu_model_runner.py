@@ -296,7 +296,7 @@ class GPUModelRunner:
         if reason:
             logger.info("Decode steps are not captured: %s", reason)
             return
-        self.graphs = DecodeGraphs(
+        graphs = DecodeGraphs(
             device=device,
             vllm_config=self.vllm_config,
             model=self.model,
@@ -305,7 +305,8 @@ class GPUModelRunner:
             attn_groups=self.attn_groups,
             sizes=self.graph_sizes(device),
         )
-        self.graphs.capture()
+        if graphs.capture():
+            self.graphs = graphs
 
     def set_kv_connector(self, connector: Any) -> None:
         """Takes a connector (see KVConnectorBase_V1) and gives it the caches."""
