@@ -24,6 +24,7 @@ from tests.kv_transfer.engines import (
     cached_of,
     engine,
     generate,
+    offloading,
     random_prompts,
     run,
     tokens_of,
@@ -215,6 +216,42 @@ def test_a_small_pool_takes_many_prompts_in_turn(
     ) as llm:
         before = num_free(llm)
         assert before < 2 * 16 + 8
+        assert_same(decode(llm, prompts, prefiller.prefill(prompts)), alone)
+        idle(llm)
+        assert num_free(llm) == before
+    prefiller.wait_for_free(free)
+
+
+@pytest.mark.parametrize("nixl_is_first", [True, False])
+def test_prompts_of_others_and_own_ones_go_together(
+    folders: ModelFolders, prefiller: EngineProcess, nixl_is_first: bool
+) -> None:
+    """As one of several connectors, the other of which keeps blocks in host memory."""
+    prompts = random_prompts([40, 70, 97])
+    alone = run(folders["full"], prompts)
+    both = [nixl(), offloading()]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "connectors": both if nixl_is_first else both[::-1]
+        },
+    }
+    free = prefiller.start(folders["full"], transfer)
+    with engine(folders["full"], transfer) as llm:
+        before = num_free(llm)
+        first = decode(llm, prompts, prefiller.prefill(prompts))
+        assert_same(first, alone)
+        assert cached_of(first) == [39, 69, 96]
+        # Blocks that were read are offloaded like others.
+        idle(llm)
+        assert llm.reset_prefix_cache()
+        again = generate(llm, prompts)
+        assert_same(again, alone)
+        assert cached_of(again) == [32, 64, 96]
+        # Pages whose prompt is found elsewhere are let go.
+        idle(llm)
+        assert llm.reset_prefix_cache()
         assert_same(decode(llm, prompts, prefiller.prefill(prompts)), alone)
         idle(llm)
         assert num_free(llm) == before
