@@ -36,7 +36,8 @@ vllm.config.vllm: VllmConfig
 vllm.distributed.kv_events: AllBlocksCleared BlockRemoved BlockStored KVCacheEvent
     MEDIUM_GPU
 vllm.distributed.kv_transfer.kv_connector.factory: KVConnectorFactory
-vllm.distributed.kv_transfer.kv_connector.utils: KVOutputAggregator
+vllm.distributed.kv_transfer.kv_connector.utils: KVOutputAggregator EngineTransferInfo
+    TransferTopology get_current_attn_backend
 vllm.distributed.kv_transfer.kv_connector.v1.base: KVConnectorBase_V1
     KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole
     KVConnectorTransferResults KVConnectorWorkerMetadata CopyBlocksOp SupportsHMA
@@ -44,6 +45,7 @@ vllm.distributed.kv_transfer.kv_connector.v1.base: KVConnectorBase_V1
 vllm.distributed.kv_transfer.kv_connector.v1.example_connector: ExampleConnector
 vllm.distributed.kv_transfer.kv_connector.v1.metrics: KVConnectorLogging
     KVConnectorPromMetrics KVConnectorStats
+vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler: NixlConnectorScheduler
 vllm.lora.request: LoRARequest
 vllm.model_executor.layers.attention.attention: Attention
 vllm.model_executor.layers.attention.mla_attention: MLACommonMetadata

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import (
     EngineTransferInfo,
     TransferTopology,
+    get_current_attn_backend,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import agent
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import leases as leases_module
@@ -372,3 +373,14 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         found.register_remote_engine("theirs", info(2, block_size=32))
     with pytest.raises(ValueError, match="rank 2 is none of 2"):
         topology(2, 2)
+
+
+def test_the_backend_of_a_layer_is_found_by_its_name() -> None:
+    layers = {"a": object(), "b": SimpleNamespace(attn_backend="B")}
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context=layers)
+    )
+    assert get_current_attn_backend(config) == "B"
+    assert get_current_attn_backend(config, ["a", "b"]) == "B"
+    with pytest.raises(ValueError, match=r"no layer of \['a', 'c'\] has"):
+        get_current_attn_backend(config, ["a", "c"])

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from vllm.config import VllmConfig
+
 EngineId = str
 
 
@@ -142,3 +144,19 @@ class TransferTopology:
             f"{info.remote_block_len} bytes, read from ranks "
             f"{self.target_remote_ranks(remote_engine_id, remote_pp_rank)}"
         )
+
+
+def get_current_attn_backend(
+    vllm_config: VllmConfig, layer_names: list[str] | None = None
+) -> Any:
+    """The attention backend class of the first of these layers that has one; of any
+    layer without names. ValueError when none has."""
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in layers if layer_names is None else layer_names:
+        backend = getattr(layers.get(name), "attn_backend", None)
+        if backend is not None:
+            return backend
+    raise ValueError(
+        f"no layer of {layer_names or 'the model'} has an attention backend: expected "
+        "the names of attention layers, once the model is built"
+    )

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.topology import (
     EngineId,
     EngineTransferInfo,
     TransferTopology,
+    get_current_attn_backend,
 )
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "LayoutFingerprint",
     "PageRow",
     "TransferTopology",
+    "get_current_attn_backend",
     "layout_fingerprint",
     "page_table",
 ]
