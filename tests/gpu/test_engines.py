@@ -51,7 +51,7 @@ def triton(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def logits_of(folder: Path, token_ids: list[int], **settings: Any) -> ForcedRun:
     dtype = "float16" if ON_GPU else "float32"
-    with engine(folder, dtype=dtype, **settings) as llm:
+    with engine(folder, dtype=dtype, max_num_seqs=4, **settings) as llm:
         return forced_run(llm, token_ids, len(token_ids) - 12, whole_prompt=False)
 
 
