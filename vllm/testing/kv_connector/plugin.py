@@ -3,7 +3,7 @@ point. Imports nothing of the engine, because every pytest run imports it."""
 
 from typing import Any
 
-EXPECTATIONS = ("bytes", "blocks", "nothing")
+EXPECTATIONS = ("bytes", "blocks", "peer", "nothing")
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -33,5 +33,6 @@ def pytest_addoption(parser: Any) -> None:
         default="bytes",
         choices=EXPECTATIONS,
         help="what comes back: the bytes that were saved (default), blocks whose "
-        "content is the connector's own, or nothing (without a peer, for example)",
+        "content is the connector's own, bytes of a peer that computed the prompt and "
+        "told kv_transfer_params, or nothing",
     )

@@ -19,6 +19,7 @@ from vllm.testing.kv_connector.report import Report
 from vllm.testing.kv_connector.states import extend, names_of
 from vllm.testing.kv_connector.watch import SchedulerWatch
 from vllm.testing.kv_connector.worker import FakeExecutor, next_token
+from vllm.utils.import_utils import has_module
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
@@ -45,11 +46,18 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """The connector that is checked: its kv_transfer_config, in which `{tmp}` stands
-    for a folder, and what is expected of its loads ("bytes", "blocks", "nothing")."""
+    for a folder, and what is expected of its loads (see EXPECTATIONS). `needs` names
+    packages of which one must be there."""
 
     transfer: dict[str, Any]
     expect: str = "bytes"
     serves_groups: bool = True
+    needs: tuple[str, ...] = ()
+
+    @property
+    def is_there(self) -> bool:
+        """False where a package is missing."""
+        return not self.needs or any(has_module(name) for name in self.needs)
 
     def config(self, folder: Path) -> dict[str, Any]:
         return _filled(self.transfer, str(folder))
@@ -90,16 +98,26 @@ class FakeEngine:
         self.worker.loaded = self.watch.loaded
         self.num_free = self._num_free()
         self.tokens: dict[str, list[int]] = {}
+        self.passed_on: set[str] = set()
+        #: What the connector told clients, by request.
+        self.told: dict[str, dict[str, Any] | None] = {}
         self.alive: dict[str, list[int]] = {}
         self._num_requests = 0
 
     def _num_free(self) -> int:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def add(self, prompt: list[int], num_tokens: int = NUM_TOKENS) -> str:
+    def add(
+        self,
+        prompt: list[int],
+        num_tokens: int = NUM_TOKENS,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> str:
         self._num_requests += 1
         request_id = f"{self._num_requests}"
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        if kv_transfer_params is not None:
+            params.extra_args = {"kv_transfer_params": kv_transfer_params}
         self.core.add_request(
             EngineCoreRequest(
                 request_id=request_id,
@@ -134,22 +152,29 @@ class FakeEngine:
     def _ended(self, output: Any) -> None:
         prompt, tokens = self.alive.pop(output.request_id), self.tokens
         found = tokens.pop(output.request_id)
+        self.told[output.request_id] = output.kv_transfer_params
         wanted = continuation(prompt, len(found) or NUM_TOKENS)
-        if found != wanted:
+        # The token of a request that goes on elsewhere is that engine's to find.
+        goes_on = output.request_id in self.passed_on
+        if found != wanted and not goes_on:
             self.report.add(
                 "wrong tokens",
                 f"request {output.request_id} of {len(prompt)} tokens ended "
                 f"({output.finish_reason}) with {found}: expected {wanted}",
             )
 
-    def run(self) -> bool:
-        """Steps until nothing is left to do; False when that never comes."""
+    def run(self, *others: "FakeEngine") -> bool:
+        """Steps until nothing is left to do, others beside it; False when that never
+        comes."""
         deadline = time.monotonic() + _MOST_SECONDS
         while self.alive or self.core.has_work():
             if time.monotonic() > deadline:
                 self._tell_deadlock()
                 return False
             self.step()
+            for other in others:
+                if other.core.has_work():
+                    other.step()
         return True
 
     def _tell_deadlock(self) -> None:
@@ -231,7 +256,7 @@ def check_bytes(case: Case, subject: Subject, folder: Path) -> Report:
                     return report
                 engine.forget_prefixes()
             engine.check_end()
-    if subject.expect == "nothing":
+    if subject.expect in ("nothing", "peer"):
         if report.num_loaded:
             report.add("unexpected load", f"{report.num_loaded} tokens were loaded")
     elif not report.num_loaded:
@@ -241,6 +266,41 @@ def check_bytes(case: Case, subject: Subject, folder: Path) -> Report:
             "times, and none was loaded: is the same prompt found again, by another "
             "engine with the same configuration too?",
         )
+    return report
+
+
+def check_pair(case: Case, subject: Subject, folder: Path) -> Report:
+    """One engine computes prompts, and the other goes on with its pages: bytes and
+    blocks of both. Does nothing for connectors that need no peer."""
+    report = Report()
+    if subject.expect != "peer":
+        return report
+    with (
+        crashes_in(report),
+        fake_engine(case, subject, folder, report) as first,
+        fake_engine(case, subject, folder, report) as second,
+    ):
+        prompts = random_prompts(_LENGTHS)
+        wish = {"do_remote_decode": True, "do_remote_prefill": False}
+        ids = [first.add(prompt, 1, kv_transfer_params=wish) for prompt in prompts]
+        first.passed_on.update(ids)
+        while first.alive:
+            first.step()
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            told = first.told[request_id]
+            if told is None and len(prompt) > BLOCK:
+                report.add(
+                    "nothing told",
+                    f"request {request_id} of {len(prompt)} tokens with {wish} ended "
+                    "without kv_transfer_params: nobody can go on with it",
+                )
+            second.add(prompt, kv_transfer_params=told)
+        if second.run(first) and first.run(second):
+            for engine in (first, second):
+                engine.forget_prefixes()
+                engine.check_end()
+    if not report.num_loaded:
+        report.add("no hit", "the second engine loaded nothing of the first")
     return report
 
 

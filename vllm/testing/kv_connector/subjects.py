@@ -21,6 +21,8 @@ _MEMORY = _of("OffloadingConnector", cpu_bytes_to_use="8MiB")
 _DISK = _of("OffloadingConnector", cpu_bytes_to_use="8MiB", disk_path="{tmp}/disk")
 _ARC = _of("OffloadingConnector", num_cpu_blocks=24, eviction_policy="arc")
 
+_NIXL = ("nixl_cu12", "nixl_cu13")
+
 #: Every built-in connector in every form, by a name for the test.
 BUILT_IN: dict[str, Subject] = {
     "Example": Subject(transfer=_EXAMPLE),
@@ -30,6 +32,8 @@ BUILT_IN: dict[str, Subject] = {
     "Multi": Subject(transfer=_of("MultiConnector", connectors=[_MEMORY, _EXAMPLE])),
     # What it loads is a constant: only its promises and its blocks can be checked.
     "DecodeBench": Subject(transfer=_of("DecodeBenchConnector"), expect="blocks"),
+    # Its loads come from an engine that tells it where they are.
+    "Nixl": Subject(transfer=_of("NixlConnector"), expect="peer", needs=_NIXL),
 }
 
 

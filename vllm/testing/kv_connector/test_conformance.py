@@ -10,7 +10,12 @@ from vllm.testing.kv_connector.interface import check_interface
 from vllm.testing.kv_connector.models import ModelFolders
 from vllm.testing.kv_connector.real_engine import check_engine
 from vllm.testing.kv_connector.report import Report
-from vllm.testing.kv_connector.scenario import Subject, check_bytes, check_pressure
+from vllm.testing.kv_connector.scenario import (
+    Subject,
+    check_bytes,
+    check_pair,
+    check_pressure,
+)
 
 
 def _judge(report: Report) -> None:
@@ -26,6 +31,14 @@ def test_bytes_come_back_as_they_were(
     subject: Subject, case: Case, tmp_path: Path
 ) -> None:
     _judge(check_bytes(case, subject, tmp_path))
+
+
+def test_one_engine_goes_on_with_pages_of_another(
+    subject: Subject, case: Case, tmp_path: Path
+) -> None:
+    if subject.expect != "peer":
+        pytest.skip("for connectors with --kv-connector-expect peer")
+    _judge(check_pair(case, subject, tmp_path))
 
 
 def test_pressure_and_aborts_lose_no_block(
