@@ -1,12 +1,14 @@
 """The table of docs/gpu.md: what the compiled kernels take on each GPU.
 
-    python -m tests.triton.table
+    python -m tests.triton.table              every row, some minutes
+    python -m tests.triton.table "store nvfp4" attention
 
-compiles every variant for every target, some minutes, and writes the table.
+compiles variants for every target and writes their rows: those whose names start so.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.triton.compiler import KIB, TARGETS, Usage, compiled
@@ -31,21 +33,18 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-def table(usages: Iterable[Usage]) -> str:
-    """Markdown: a row per kernel and format, the largest of its variants per target."""
-    lines = [
-        f"| kernel | variants | {' | '.join(TARGETS)} |",
-        f"| --- | ---: |{' ---: |' * len(TARGETS)}",
-    ]
+def lines_of(usages: Iterable[Usage]) -> dict[str, str]:
+    """By row, a line of the table: the largest of its variants per target."""
     cells: dict[str, dict[str, list[Usage]]] = {}
     for usage in usages:
         by_target = cells.setdefault(row_of(usage.variant), {})
         by_target.setdefault(usage.target, []).append(usage)
+    lines = {}
     for row, by_target in cells.items():
         count = len(next(iter(by_target.values())))
         taken = " | ".join(_largest(by_target[target]) for target in TARGETS)
-        lines.append(f"| {row} | {count} | {taken} |")
-    return "\n".join(lines)
+        lines[row] = f"| {row} | {count} | {taken} |"
+    return lines
 
 
 def _largest(usages: Sequence[Usage]) -> str:
@@ -55,21 +54,32 @@ def _largest(usages: Sequence[Usage]) -> str:
     return f"{registers} / {local} / {shared / KIB:.1f}"
 
 
-def measured() -> list[Usage]:
-    """Every variant on every target."""
-    names = [name for of_row in rows().values() for name in of_row]
-    return compiled((target, name) for name in names for target in TARGETS)
+def measured(names: Iterable[str] = ("",)) -> list[Usage]:
+    """The variants whose names start so, on every target."""
+    wanted = tuple(names)
+    variants = [name for of_row in rows().values() for name in of_row]
+    chosen = [name for name in variants if name.startswith(wanted)]
+    return compiled((target, name) for name in chosen for target in TARGETS)
 
 
-def with_table(page: str, usages: Iterable[Usage]) -> str:
-    """The page with the table between its marks."""
+def with_lines(page: str, lines: Mapping[str, str]) -> str:
+    """The page with these lines in its table, in the order of the kernels; lines of
+    kernels that are no more are dropped."""
     before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{table(usages)}\n{END}{after}"
+    old, after = rest.split(END)
+    kept = {line.split(" | ")[0].removeprefix("| "): line for line in old.splitlines()}
+    known = kept | dict(lines)
+    head = [
+        f"| kernel | variants | {' | '.join(TARGETS)} |",
+        f"| --- | ---: |{' ---: |' * len(TARGETS)}",
+    ]
+    body = [known[row] for row in rows() if row in known]
+    return "\n".join([before + BEGIN, *head, *body, END + after])
 
 
 def main() -> None:
-    PAGE.write_text(with_table(PAGE.read_text(), measured()))
+    lines = lines_of(measured(sys.argv[1:] or ("",)))
+    PAGE.write_text(with_lines(PAGE.read_text(), lines))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,15 @@
 import pytest
 
 from tests.triton.compiler import KIB, TARGETS, Usage, compiled
-from tests.triton.table import BEGIN, PAGE, measured, row_of, rows, table, with_table
+from tests.triton.table import (
+    BEGIN,
+    PAGE,
+    lines_of,
+    measured,
+    row_of,
+    rows,
+    with_lines,
+)
 
 # Bytes of a thread that may lie in local memory: saved around calls of exact division.
 LOCAL_BUDGET = 32
@@ -31,7 +39,8 @@ def test_all_variants_fit_every_target_and_the_docs_say_so() -> None:
     usages = measured()
     check(usages)
     page = PAGE.read_text()
-    assert page == with_table(page, usages), "run python -m tests.triton.table"
+    lines = lines_of(usages)
+    assert page == with_lines(page, lines), "run python -m tests.triton.table"
 
 
 def test_the_docs_have_a_row_for_every_kernel() -> None:
@@ -57,10 +66,30 @@ def test_a_row_shows_its_largest_variants() -> None:
         for size in (64, 128)
         for target in TARGETS
     ]
-    assert (
-        table(usages).splitlines()[-1].startswith("| store x | 2 | 128 / 0 / 192.0 |")
-    )
+    assert lines_of(usages)["store x"].startswith("| store x | 2 | 128 / 0 / 192.0 |")
     assert row_of("copy blocks, 8 bytes") == "copy blocks"
     assert row_of("attention decode fp8_e4m3 bfloat16 128 window") == (
         "attention decode fp8_e4m3 bfloat16"
     )
+
+
+def test_rows_are_replaced_one_by_one() -> None:
+    page = PAGE.read_text()
+    row = next(iter(rows()))
+    changed = with_lines(page, {row: f"| {row} | 0 |", "no kernel": "| no kernel |"})
+    assert f"| {row} | 0 |" in changed and "| no kernel |" not in changed
+    assert len(changed.splitlines()) == len(page.splitlines())
+
+
+@pytest.mark.parametrize("excess", ["local", "shared"])
+def test_an_excess_is_noticed(excess: str) -> None:
+    limit = TARGETS["sm_80"].shared_limit
+    usage = Usage(
+        variant="store x:cells 64",
+        target="sm_80",
+        registers=255,
+        local_bytes=LOCAL_BUDGET + (excess == "local"),
+        shared_bytes=limit + (excess == "shared"),
+    )
+    with pytest.raises(AssertionError, match=f"{excess}_bytes"):
+        check([usage])
