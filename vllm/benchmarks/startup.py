@@ -23,19 +23,30 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in tqdm(range(args.runs), desc="starts"):
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), _cpu_seconds_of_children()
         command = [sys.executable, "-c", _CODE, args.model, args.kv_cache_dtype]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         seconds.append(time.perf_counter() - start)
+        cpu_seconds.append(_cpu_seconds_of_children() - cpu_start)
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    figures = {"seconds": summary(seconds), "peak_memory_mib": peak_kib / 1024}
+    figures = {
+        "seconds": summary(seconds),
+        "cpu_seconds": summary(cpu_seconds),
+        "peak_memory_mib": peak_kib / 1024,
+    }
     if args.json:
         print(json.dumps(figures, indent=2))
     else:
         print(
-            f"start-up: median {figures['seconds']['median']:.2f} s over "
+            f"start-up: median {figures['seconds']['median']:.2f} s "
+            f"({figures['cpu_seconds']['median']:.2f} s of CPU time) over "
             f"{args.runs} processes, peak memory {figures['peak_memory_mib']:.0f} MiB"
         )
     return 0
+
+
+def _cpu_seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime

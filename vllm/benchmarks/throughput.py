@@ -181,15 +181,16 @@ def _measure_one(llm: LLM, load: Workload, runs: int) -> dict[str, Any]:
     """Speeds are medians over the counted runs; each begins with an empty prefix
     cache."""
     prompts = load.prompts(llm.model_config.get_vocab_size())
-    seconds, mean_in_flight, most_in_flight = [], [], 0
+    seconds, cpu_seconds, mean_in_flight, most_in_flight = [], [], [], 0
     for i in tqdm(range(runs + 1), desc=str(load), leave=False):
         llm.reset_prefix_cache()
         with steps_of(llm) as steps:
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             llm.generate(prompts, _params(load), use_tqdm=False)
-            taken = time.perf_counter() - start
+            taken, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         if i or not runs:  # the first run warms up
             seconds.append(taken)
+            cpu_seconds.append(cpu)
             mean_in_flight.append(sum(s.requests * s.seconds for s in steps) / taken)
             most_in_flight = max(most_in_flight, *(s.requests for s in steps))
     median = summary(seconds)["median"]
@@ -197,6 +198,7 @@ def _measure_one(llm: LLM, load: Workload, runs: int) -> dict[str, Any]:
     num_output_tokens = load.num_prompts * load.output_len
     return {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "requests_per_s": load.num_prompts / median,
         "output_tokens_per_s": num_output_tokens / median,
         "prompt_tokens_per_s": num_prompt_tokens / median,

@@ -75,22 +75,29 @@ class CpuGpuBuffer:
         with_numpy: bool = True,
     ) -> None:
         self.cpu = torch.zeros(*size, dtype=dtype, device="cpu", pin_memory=pin_memory)
-        is_host = torch.device(device).type == "cpu"
-        self.gpu = self.cpu if is_host else torch.zeros_like(self.cpu, device=device)
+        self._is_host = torch.device(device).type == "cpu"
+        self.gpu = (
+            self.cpu if self._is_host else torch.zeros_like(self.cpu, device=device)
+        )
+        # The view that was asked for last: one decode step is as long as the next.
+        self._num_viewed: int | None = None
+        self._view = self.cpu
         self.np: np.ndarray
         if with_numpy:
             self.np = self.cpu.numpy()
 
     def copy_to_gpu(self, n: int | None = None) -> torch.Tensor:
         """The first `n` rows (all by default) on the device, as on the host now."""
-        source, target = self.cpu[:n], self.gpu[:n]
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source, non_blocking=True)
-        return target
+        if self._is_host:
+            if n != self._num_viewed:
+                self._num_viewed, self._view = n, self.cpu[:n]
+            return self._view
+        target = self.gpu[:n]
+        return target.copy_(self.cpu[:n], non_blocking=True)
 
     def copy_to_cpu(self, n: int | None = None) -> torch.Tensor:
         """The first `n` rows on the host, as on the device; the caller synchronises."""
-        source, target = self.gpu[:n], self.cpu[:n]
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source, non_blocking=True)
-        return target
+        if self._is_host:
+            return self.copy_to_gpu(n)
+        target = self.cpu[:n]
+        return target.copy_(self.gpu[:n], non_blocking=True)
