@@ -1,11 +1,16 @@
 // The element-wise operations of a step, row by row, rounded where PyTorch rounds.
 #include "step.h"
 
+#include <string.h>
+
 #include "kernels.h"
 
 namespace vllm_cpu::VLLM_ISA {
 
 namespace {
+
+typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
 template <int kType>
 struct Elements {
@@ -14,26 +19,45 @@ struct Elements {
   static uint8_t* at(const StepRows& rows, int64_t row, int64_t element) {
     return static_cast<uint8_t*>(rows.data) + (row * rows.stride + element) * kBytes;
   }
+  // Whole registers are moved without a mask: masked stores are slow on some machines,
+  // and what they wrote cannot be read again before it has left the core's queue.
   VLLM_INLINE F load_n(const uint8_t* p, int64_t i, int count) {
-    return load_as_float<kType>(p + i * kBytes, count);
+    if (count < kLanes) return load_as_float<kType>(p + i * kBytes, count);
+    if constexpr (kType == kFloat32) {
+      return load(reinterpret_cast<const float*>(p) + i);
+    } else {
+      Halves half;
+      memcpy(&half, p + i * kBytes, sizeof half);
+      return as_float((U)(__builtin_convertvector(half, Words) << 16));
+    }
   }
   VLLM_INLINE void store_n(uint8_t* p, int64_t i, F x, int count) {
-    store_from_float<kType>(p + i * kBytes, x, count);
+    if (count < kLanes) return store_from_float<kType>(p + i * kBytes, x, count);
+    if constexpr (kType == kFloat32) {
+      store(reinterpret_cast<float*>(p) + i, x);
+    } else {
+      const Halves half = __builtin_convertvector(upper_half(x) >> 16, Halves);
+      memcpy(p + i * kBytes, &half, sizeof half);
+    }
   }
   VLLM_INLINE F rounded(F x) {
     if constexpr (kType == kFloat32) return x;
-    alignas(64) uint8_t line[kLanes * kBytes];
-    store_from_float<kType>(line, x);
-    return load_as_float<kType>(line);
+    return as_float((U)upper_half(x));
+  }
+  // Bits of the nearest bf16, ties to even; NaN stays NaN.
+  VLLM_INLINE Words upper_half(F x) {
+    const Words bits = (Words)as_units(x);
+    const Words near = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? (bits & 0xffff0000u) | 0x400000u : near;
   }
 };
 
 // body(i, count): kLanes elements from i on, fewer at the end.
 template <class Body>
 VLLM_INLINE void each(int64_t size, const Body& body) {
-  for (int64_t i = 0; i < size; i += kLanes) {
-    body(i, static_cast<int>(smaller(kLanes, size - i)));
-  }
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) body(i, kLanes);
+  if (i < size) body(i, static_cast<int>(size - i));
 }
 
 template <int kType>

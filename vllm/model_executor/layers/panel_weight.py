@@ -10,12 +10,15 @@ from functools import lru_cache
 
 import torch
 
+from vllm.utils.huge_pages import HugePages
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops import cpu_kernels
 
 PANEL = 32  # outputs of a panel: `kPanel`
 # Elements per 32-bit unit, and the number of the type.
 _UNITS = {torch.float32: (1, 0), torch.bfloat16: (2, 2)}
+
+_MEMORY = HugePages(cpu_kernels.advise_huge_pages)
 
 
 class LinearArgs(ctypes.Structure):
@@ -66,8 +69,8 @@ class PanelWeight:
         outputs, inputs = weight.shape
         elems, self._number = _UNITS[weight.dtype]
         panels, steps = cdiv(outputs, PANEL), cdiv(inputs, elems)
-        self.data = torch.empty(panels, steps, PANEL * elems, dtype=weight.dtype)
-        cpu_kernels.advise_huge_pages(self.data)
+        shape = panels, steps, PANEL * elems
+        self.data = _MEMORY.empty(shape, weight.dtype)
         weight = weight.detach()
         self._move(weight if weight.stride(1) == 1 else weight.contiguous(), back=False)
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
