@@ -22,7 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vllm.v1.attention.ops.triton_variants import KernelVariant, all_variants
+from vllm.v1.attention.ops.triton_variants import (
+    KernelVariant,
+    all_variants,
+    warps_on,
+)
 
 KIB = 1024
 
@@ -67,7 +71,7 @@ def measure(variant: KernelVariant, target: str) -> Usage:
         attrs=_alignments(variant),
     )
     options = {
-        "num_warps": variant.num_warps,
+        "num_warps": warps_on(gpu.warp_size, variant.num_warps),
         "num_stages": variant.num_stages,
         "enable_fp_fusion": variant.enable_fp_fusion,
     }

@@ -8,9 +8,17 @@ import torch
 from transformers import LlamaConfig
 
 from tests.e2e.tiny import SIZES, engine, greedy, prompts_of, save_tiny, vocabulary
+from tests.model_executor.deepseek import deepseek_model
+from tests.model_executor.families import saved
 from tests.triton.attention_cases import DEVICE
-from tests.triton.host_backend import HostTriton, HostTurboQuant, registered
+from tests.triton.host_backend import (
+    HostTriton,
+    HostTritonMLA,
+    HostTurboQuant,
+    registered,
+)
 from tests.v1.attention.paged_batch import Case, PagedBatch
+from tests.v1.worker.test_decode_graphs import WORKER, runner_of
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
@@ -123,3 +131,37 @@ def test_an_engine_gives_the_tokens_of_the_reference(
                 first = greedy(llm, prompts, 3)
                 tokens.append((first, greedy(llm, [prompts[1] + first[1]], 1)))
     assert tokens[0] == tokens[1]
+
+
+@on_host
+@pytest.mark.parametrize("name", ["auto", "fp8_ds_mla"])
+def test_latents_in_captured_decode_steps(name: str, tmp_path: Path) -> None:
+    """Three requests pad to a captured batch of four; replays read lengths and tables
+    where they lie."""
+    folder = saved(deepseek_model("v2-real-latent"), tmp_path)
+    prompts = [list(range(3, 20)), [5, 9], [7]]
+    how = {"kv_cache_dtype": name, "skip_tokenizer_init": True, "max_num_seqs": 4}
+    with engine(folder, attention_backend="CPU_MLA", **how) as llm:
+        wanted = greedy(llm, prompts, 3)
+    with (
+        registered(HostTritonMLA) as custom,
+        engine(folder, attention_backend=custom, **how, worker_cls=WORKER) as llm,
+    ):
+        found = greedy(llm, prompts, 3)
+        assert runner_of(llm).graphs._graphs[4].replays == 2
+    assert found == wanted
+
+
+@on_host
+def test_heads_in_captured_decode_steps(llama: Path) -> None:
+    prompts = prompts_of([18, 3, 1])
+    how = {"kv_cache_dtype": "int8_per_token_head", "max_num_seqs": 4}
+    with engine(llama, attention_backend="REFERENCE", **how) as llm:
+        wanted = greedy(llm, prompts, 3)
+    with (
+        registered(HostTriton) as custom,
+        engine(llama, attention_backend=custom, **how, worker_cls=WORKER) as llm,
+    ):
+        found = greedy(llm, prompts, 3)
+        assert runner_of(llm).graphs._graphs[4].replays == 2
+    assert found == wanted

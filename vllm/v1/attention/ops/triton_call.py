@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from vllm.v1.attention.ops.triton_variants import KernelVariant
+from vllm.v1.attention.ops.triton_variants import KernelVariant, warps_on
 
+# Of a warp of the GPUs that this build of torch drives.
+_LANES = 64 if torch.version.hip else 32
 _POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -45,7 +47,7 @@ class Call:
         self.kernel[self.grid](
             **self.arguments,
             **self.constants,
-            num_warps=self.num_warps,
+            num_warps=warps_on(_LANES, self.num_warps),
             num_stages=self.num_stages,
             enable_fp_fusion=self.fuses,
         )

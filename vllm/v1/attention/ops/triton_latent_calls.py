@@ -173,14 +173,15 @@ def sparse_attention(
 
 
 def _tile(fmt: KVFormat, query: torch.Tensor, lora: int) -> Tile:
-    """Sums of 16 rows of a latent fill half the registers of 4 warps; where codes are
-    decoded there is no room for them besides."""
+    """Sums of 16 rows of a latent fill half the registers of 4 warps: where codes are
+    decoded beside them there are 8, and fewer keys where decoding takes several steps.
+    """
     wide = dot_dtype(fmt, query.dtype) is torch.float32
-    decodes = fmt.mode.is_quantized
+    several = fmt.latent or rotation_of(fmt, query.shape[2]) is not None
     return Tile(
         rows=16,
-        keys=16 if wide or lora > 512 else 32,
-        num_warps=8 if decodes else 4,
+        keys=16 if wide or several or lora > 512 else 32,
+        num_warps=8 if fmt.mode.is_quantized else 4,
         num_stages=1,
     )
 

@@ -241,14 +241,19 @@ def load_latent(
     """The first LORA elements of states [N]: numbers [N, PAD], factors [N]."""
     if C.FAMILY == "record":
         tl.static_assert(C.NOPE_COUNT == PAD and LORA == PAD)
-        codes = load_floats(
-            cells + C.NOPE_OFFSET, mask, C.NOPE_DTYPE, PAD, PAD, tl.float32
-        )
         N: tl.constexpr = cells.shape[0]
         TILES: tl.constexpr = C.NOPE_SCALE_COUNT
-        scales = load_tile_scales(cells, mask, C, ALIGN, TILES)
-        tiles = tl.reshape(codes, (N, TILES, PAD // TILES)) * scales[:, :, None]
-        latents = tl.reshape(tiles, (N, PAD)).to(DOT)
+        at = cells + C.NOPE_OFFSET
+        # Bytes and 16-bit numbers change shape, never float32: fewer registers.
+        if C.NOPE_DTYPE == "e2m1":
+            codes = load_nibbles(at, mask, C.NOPE_BYTES, PAD)
+            tiles = e2m1_decode(tl.reshape(codes, (N, TILES, PAD // TILES)))
+        else:
+            tl.static_assert(C.NOPE_DTYPE == "e4m3")
+            codes = load_bytes(at, mask, PAD, PAD)
+            tiles = e4m3_decode(tl.reshape(codes, (N, TILES, PAD // TILES)))
+        tiles *= load_tile_scales(cells, mask, C, ALIGN, TILES)[:, :, None]
+        latents = tl.reshape(tiles.to(DOT), (N, PAD))
         return latents, tl.full((N,), 1.0, tl.float32)
     else:
         return load_part(cells, mask, C, ALIGN, 0, LORA, PAD, DOT)

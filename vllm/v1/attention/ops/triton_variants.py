@@ -19,10 +19,20 @@ SOURCES: tuple[str, ...] = (
 )
 
 
+# Warps of a block on AMD: one for each SIMD unit, which then has all of its registers.
+_MOST_WIDE_WARPS = 4
+
+
+def warps_on(lanes: int, num_warps: int) -> int:
+    """Warps of a block that takes `num_warps` of 32 lanes, on a GPU whose warps have
+    `lanes`: 32 (NVIDIA) or 64 (AMD)."""
+    return num_warps if lanes == 32 else min(num_warps, _MOST_WIDE_WARPS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelVariant:
     """`signature` maps each argument to its Triton type ("*u8", "i64", "fp32");
-    constants are in `constexprs` instead, by name."""
+    constants are in `constexprs` instead, by name; `num_warps` as in `warps_on`."""
 
     name: str
     fn: Any
