@@ -18,11 +18,16 @@ from vllm.platforms.interface import (
     Platform,
     PlatformEnum,
 )
+from vllm.utils.import_utils import has_module
 from vllm.utils.mem_constants import GiB_bytes
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_formats import all_formats
+from vllm.v1.kv_formats import KVQuantMode, all_formats
 
 PLATFORM = CpuPlatform()
+TRITONS = {
+    *("fp8", "fp8_e4m3", "fp8_e5m2"),
+    *("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"),
+}
 
 
 def config(cache_dtype="auto", head_size=128, mla=False, layers=32, **cache):
@@ -216,7 +221,7 @@ def test_memory_that_was_asked_for_is_taken(monkeypatch):
 # --- CUDA, without a device -----------------------------------------------------------
 
 
-def test_cuda_falls_back_to_the_reference(monkeypatch):
+def test_cuda_serves_with_triton_what_has_kernels_and_the_rest_with_torch(monkeypatch):
     monkeypatch.setattr(
         CudaPlatform,
         "get_device_capability",
@@ -229,7 +234,15 @@ def test_cuda_falls_back_to_the_reference(monkeypatch):
                 CudaPlatform.get_attn_backend_cls(None, selector)
         else:
             path = CudaPlatform.get_attn_backend_cls(None, selector)
-            assert path == AttentionBackendEnum.REFERENCE.get_path()
+            order = ["TRITON_ATTN", "TURBOQUANT", "FLASHINFER", "REFERENCE"]
+            if not has_module("flashinfer"):
+                order.remove("FLASHINFER")
+            backends = [AttentionBackendEnum[name].get_class() for name in order]
+            first = next(b for b in backends if b.supports_kv_cache_dtype(fmt.name))
+            assert path == AttentionBackendEnum[first.get_name()].get_path()
+            assert (first.get_name() == "TRITON_ATTN") == (
+                fmt.name in TRITONS or fmt.mode is KVQuantMode.NONE
+            )
 
 
 def test_cuda_does_not_pretend_to_be_a_cpu():

@@ -7,6 +7,7 @@ from vllm.config import AttentionConfig, VllmConfig, set_current_vllm_config
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import get_attn_backend, get_attn_spec_kind
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.kv_formats import all_formats
@@ -80,6 +81,19 @@ def test_a_backend_of_another_device_is_refused_with_the_way_out(name):
     ):
         get_attn_backend(64, BF16, "auto")
     assert "Choose CPU_ATTN instead" in str(error.value)
+
+
+def test_a_name_may_mean_another_class_later():
+    custom = AttentionBackendEnum.CUSTOM
+    config = VllmConfig(attention_config=AttentionConfig(backend="CUSTOM"))
+    try:
+        with set_current_vllm_config(config):
+            register_backend(custom, AttentionBackendEnum.REFERENCE.get_path())
+            assert get_attn_backend(64, BF16, "auto").get_name() == "REFERENCE"
+            register_backend(custom, AttentionBackendEnum.CPU_ATTN.get_path())
+            assert get_attn_backend(64, BF16, "auto").get_name() == "CPU_ATTN"
+    finally:
+        custom.clear_override()
 
 
 def test_the_choice_is_logged_once(monkeypatch):

@@ -17,6 +17,7 @@ from vllm.utils.import_utils import resolve_qualname
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
+    registry_changes,
     requested_backend,
 )
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
@@ -69,7 +70,19 @@ def get_attn_backend(
         use_kv_connector=bool(vllm_config and vllm_config.kv_transfer_config),
     )
     backend = requested_backend(attention, kind.value)
+    _forget_stale_choices()
     return _cached_get_attn_backend(backend, selector_config, num_heads)
+
+
+_changes_seen = 0
+
+
+def _forget_stale_choices() -> None:
+    """A choice holds until a class is registered under any name."""
+    global _changes_seen
+    if _changes_seen != registry_changes():
+        _changes_seen = registry_changes()
+        _cached_get_attn_backend.cache_clear()
 
 
 @cache

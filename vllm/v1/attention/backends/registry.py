@@ -79,6 +79,7 @@ class _BackendEnum(Enum):
     def clear_override(self) -> None:
         """Go back to the default class; does nothing if there was no override."""
         _OVERRIDES.pop(self, None)
+        _changed()
 
 
 class AttentionBackendEnum(_BackendEnum, metaclass=_AttentionBackendEnumMeta):
@@ -160,6 +161,17 @@ class MambaAttentionBackendEnum(_BackendEnum, metaclass=_AttentionBackendEnumMet
 
 
 _OVERRIDES: dict[_BackendEnum, str] = {}
+_changes = 0
+
+
+def _changed() -> None:
+    global _changes
+    _changes += 1
+
+
+def registry_changes() -> int:
+    """How often a class was put behind a name, or taken back: for caches of choices."""
+    return _changes
 
 
 def register_backend(
@@ -180,10 +192,12 @@ def register_backend(
         )
     if class_path is not None:
         _OVERRIDES[backend] = class_path
+        _changed()
         return lambda cls: cls
 
     def decorator(cls: type) -> type:
         _OVERRIDES[backend] = f"{cls.__module__}.{cls.__qualname__}"
+        _changed()
         return cls
 
     return decorator
