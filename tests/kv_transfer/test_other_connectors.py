@@ -20,11 +20,13 @@ from tests.kv_transfer.engines import (
 from tests.kv_transfer.test_offloading_connector import end_transfers, forget_prefixes
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.testing.kv_connector.cases import Case, few_cases
 from vllm.testing.kv_connector.models import ModelFolders
-from vllm.v1.kv_formats import all_formats
+from vllm.testing.kv_connector.real_engine import check_engine
+from vllm.testing.kv_connector.scenario import check_bytes
+from vllm.testing.kv_connector.subjects import subject_of
 from vllm.v1.metrics.prometheus import PrometheusStatLogger
 
-FORMATS = [fmt.name for fmt in all_formats() if not fmt.latent]
 LENGTHS = [5, 33, 70, 97]
 HITS = [0, 32, 64, 96]
 
@@ -49,18 +51,27 @@ def third_party(**more: Any) -> dict[str, Any]:
 # --- others' ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_raw_block_bytes_round_trip_in_every_format(
-    folders: ModelFolders, name: str
-) -> None:
-    prompts = random_prompts(LENGTHS)
+THIRD_PARTY = subject_of(f"{block_bytes_connector.__name__}:BlockBytesConnector")
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in few_cases() if c.kind != "states"], ids=lambda case: case.name
+)
+def test_raw_block_bytes_round_trip_in_every_format(case: Case, tmp_path: Path) -> None:
     block_bytes_connector.STORE.clear()
-    alone = run(folders["full"], prompts, kv_cache_dtype=name)
-    run(folders["full"], prompts, third_party(), kv_cache_dtype=name)
-    assert len(block_bytes_connector.STORE) == 4 * (2 + 4 + 6)
-    loaded = run(folders["full"], prompts, third_party(), kv_cache_dtype=name)
-    assert_same(loaded, alone)
-    assert cached_of(loaded) == HITS
+    assert not THIRD_PARTY.serves_groups
+    report = check_bytes(case, THIRD_PARTY, tmp_path)
+    assert not report, f"\n{report}"
+
+
+@pytest.mark.parametrize("name", ["auto", "nvfp4", "turboquant_3bit_nc"])
+def test_raw_block_bytes_change_no_token(
+    folders: ModelFolders, tmp_path: Path, name: str
+) -> None:
+    block_bytes_connector.STORE.clear()
+    settings = {"kv_cache_dtype": name}
+    report = check_engine(folders["full"], settings, THIRD_PARTY, tmp_path)
+    assert not report, f"\n{report}"
 
 
 def test_one_group_connectors_name_the_flag(folders: ModelFolders) -> None:

@@ -37,13 +37,15 @@ BUILT_IN: dict[str, Subject] = {
 }
 
 
-def subject_of(name: str, config: dict[str, Any], expect: str) -> Subject:
+def subject_of(
+    name: str, config: dict[str, Any] | None = None, expect: str = "bytes"
+) -> Subject:
     """The connector that a user names: "module:Class", or a registered name."""
     module, colon, class_name = name.rpartition(":")
     transfer: dict[str, Any] = {"kv_connector": class_name, "kv_role": "kv_both"}
     if colon:
         transfer["kv_connector_module_path"] = module
-    transfer |= config
+    transfer |= config or {}
     subject = Subject(transfer=transfer, expect=expect)
     parsed = KVTransferConfig(**subject.config(Path("unused")))
     serves = KVConnectorFactory.supports_hma_config(parsed)
