@@ -48,7 +48,7 @@ pytestmark = pytest.mark.skipif(
 
 LENGTHS = [1, 5, 16, 17, 33, 70, 97]
 # Of engines of which one dies: nobody waits long.
-SHORT = {"lease_s": 1.0, "answer_timeout_s": 1.0, "read_timeout_s": 2.0}
+SHORT = {"lease_s": 3.0, "answer_timeout_s": 3.0, "read_timeout_s": 4.0}
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 

@@ -4,6 +4,7 @@ may still read.
 Knows requests and block ids by group. Knows nothing of bytes.
 """
 
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,7 @@ class NixlConnectorScheduler:
         self._server: SideChannelServer | None = None
         self._sources: dict[tuple[str, str], _Source] = {}
         self._users: dict[str, _User] = {}
+        self._held: dict[str, str] = {}  # request ids by lease
         self._loads: list[LoadOrder] = []
 
     def bind(self, kv_cache_manager: Any) -> None:
@@ -334,10 +336,13 @@ class NixlConnectorScheduler:
                 "set max_tokens to 1. Its KV pages are not kept"
             )
             return False, None
-        self.leases.hold(request.request_id, num_readers=self.tp_size)
+        # Ids of requests come again; a late reader must not take one for another.
+        lease_id = f"{request.request_id}-{uuid.uuid4().hex}"
+        self._held[lease_id] = request.request_id
+        self.leases.hold(lease_id, num_readers=self.tp_size)
         remote = RemotePrefill(
             engine_id=self.engine_id,
-            request_id=request.request_id,
+            request_id=lease_id,
             host=self.settings.host,
             port=self._server.port,
             tp_size=self.tp_size,
@@ -368,7 +373,8 @@ class NixlConnectorScheduler:
             )
             self.stats.count(expired_requests=len(expired))
         loads, self._loads = self._loads, []
-        return NixlConnectorMetadata(loads=loads, sent=read | expired)
+        sent = {self._held.pop(lease_id) for lease_id in read | expired}
+        return NixlConnectorMetadata(loads=loads, sent=sent)
 
     @property
     def has_work(self) -> bool:
