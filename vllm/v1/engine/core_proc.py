@@ -5,6 +5,7 @@ when its parent is gone.
 """
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -176,6 +177,9 @@ def run_engine_core(
         text = str(error) or type(error).__name__
         ready.send_bytes(encode(ReadyMessage(error=text, is_user_error=is_user_error)))
         sys.exit(1)
+    # What start-up made lives as long as this process: collections, which stop a step
+    # for as long as they walk over objects, need not visit it.
+    gc.freeze()
     proc = EngineCoreProc(core, input_address, output_address)
     stop_read, stop_write = os.pipe()
     signal.signal(signal.SIGTERM, lambda *_: os.write(stop_write, b"x"))
