@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 from prometheus_client import CollectorRegistry
 
 from tests.kv_transfer.engines import (
@@ -178,3 +180,47 @@ def test_the_policy_is_a_setting(folders: ModelFolders) -> None:
     assert kept["lru"] == 0 < kept["arc"]
     with pytest.raises(ValueError, match="unknown eviction_policy 'fifo'"):
         run(folders["full"], [scan], offloading(eviction_policy="fifo"))
+
+
+def test_a_subscriber_gets_them_in_three_frames(
+    folders: ModelFolders, tmp_path: Path
+) -> None:
+    endpoint = f"ipc://{tmp_path}/events"
+    settings = {"enable_kv_cache_events": True, "endpoint": endpoint, "topic": "kv@"}
+    with (
+        engine(folders["full"], offloading(), kv_events_config=settings) as llm,
+        zmq.Context.instance().socket(zmq.SUB) as socket,
+    ):
+        socket.setsockopt_string(zmq.SUBSCRIBE, "kv@")
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        socket.connect(endpoint)
+        (prompt,) = random_prompts([40])
+        heard: list[dict[str, Any]] = []
+        numbers = []
+        for seed in range(100):  # until the two have found each other
+            generate(llm, random_prompts([40], seed=seed + 2), 1)
+            if socket.poll(100):
+                break
+        generate(llm, [prompt], 1)
+        end_transfers(llm)
+        while {e["medium"] for e in heard if _end(e) == prompt[16:32]} != {
+            "GPU",
+            "CPU",
+        }:
+            topic, number, payload = socket.recv_multipart()
+            _, events, rank = msgspec.msgpack.decode(payload)
+            assert (topic, rank) == (b"kv@", 0)
+            numbers.append(int.from_bytes(number, "big"))
+            heard += [event for event in events if event["type"] == "BlockStored"]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        on_device, in_memory = [
+            [e for e in heard if e["medium"] == medium and prompt[16:32] == _end(e)]
+            for medium in ("GPU", "CPU")
+        ]
+        assert on_device and in_memory
+        assert on_device[0]["block_hashes"][-1] == in_memory[0]["block_hashes"][-1]
+
+
+def _end(event: dict[str, Any]) -> list[int]:
+    """The tokens of an event's last block."""
+    return event["token_ids"][-event["block_size"] :]
