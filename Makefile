@@ -1,6 +1,7 @@
 # make serve  set up and serve the built-in model on http://127.0.0.1:8000
 # make test   set up and run every test that needs no GPU
 # make test-all   ... and those that take minutes each
+# make test-gpu   on a machine with a GPU: its tests and timings, in gpu-report/
 # MODEL, TESTS and ARGS choose another model, some tests, further options.
 # DEVICE=cuda     the same for NVIDIA GPUs (docs/gpu.md)
 PYTHON ?= python3
@@ -16,7 +17,7 @@ PYTEST  = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q -n auto --dist loadf
 
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*/*)
 
-.PHONY: serve test test-all lint clean
+.PHONY: serve test test-all test-gpu lint clean
 
 serve: $(VENV)/.installed
 	$(VENV)/bin/vllm serve $(MODEL) $(ARGS)
@@ -26,6 +27,9 @@ test: $(VENV)/.test-installed
 
 test-all: $(VENV)/.test-installed
 	$(PYTEST) -m "slow or not slow" $(TESTS) $(ARGS)
+
+test-gpu: $(VENV)/.test-installed
+	PYTHON=$(abspath $(VENV))/bin/python tests/gpu/run_on_device.sh
 
 lint: $(VENV)/.test-installed
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
