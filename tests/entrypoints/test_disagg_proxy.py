@@ -104,6 +104,7 @@ def test_completions_are_those_of_one_server(
             cached = usage.prompt_tokens_details.cached_tokens
             assert cached == usage.prompt_tokens - 1 == known.prompt_tokens - 1
     assert metric(decode, "kv_connector_loaded_blocks_total") > 0
+    assert metric(decode, "external_prefix_cache_hits_by_source_total") > 0
     wait_for(lambda: metric(prefill, "kv_cache_usage_perc") == 0)
 
 

@@ -123,6 +123,11 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.finished(request, block_ids)
 
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[str, int]:
+        return {"engine": num_external_tokens}
+
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.has_work
 
