@@ -9,6 +9,7 @@ from vllm.utils.import_utils import resolve
 _BENCHMARKS = {
     "throughput": ("tokens per second, offline", "vllm.benchmarks.throughput"),
     "latency": ("time of one batch", "vllm.benchmarks.latency"),
+    "step": ("a decode step, planned and eager", "vllm.benchmarks.step"),
     "serve": ("a running server under load", "vllm.benchmarks.serve"),
     "attention": ("attention kernels per format", "vllm.benchmarks.attention"),
     "kv-accuracy": ("what formats do to predictions", "vllm.benchmarks.kv_accuracy"),
