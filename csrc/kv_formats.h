@@ -8,14 +8,17 @@
 //
 // Where states are no contiguous records (extent() above 0) there are also F_stride(),
 // from one state's record to the next, F_region(), bytes per state of the planes before
-// it, and F_interleave(), states whose bytes alternate.
+// it, and F_interleave(), states whose units of F_unit() bytes alternate.
 //
 // Field F of state t of head h, in a page of H heads and N states, by extent():
 //   0: cell(h, t) + F_offset()
 //   1: head_slot(h) + N * F_region() + t * F_stride() + F_offset()
 //   2: side + (H * N) * F_region() + (h * N + t) * F_stride() + F_offset()
-// Byte j of a field that interleaves i states lies i * j + t % i bytes behind the start
-// of its group of i states.
+//   3: tile(h, t / 16) + 16 * F_region() + t % 16 / i * i * F_stride() + turn
+// Byte j of a field that interleaves i states by units of u bytes lies
+// i * (j - j % u) + t % i * u + j % u bytes behind the start of its group of i states;
+// a last unit of fewer bytes takes turns likewise. A tile of 16 states has
+// 16 * state_bytes() bytes.
 #pragma once
 
 #include <cstddef>
@@ -62,12 +65,14 @@ struct float32_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return v_count() * 4; }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -80,6 +85,39 @@ static_assert(float32_planes{96, 96}.state_bytes() == 768);
 static_assert(float32_planes{96, 96}.v_offset() == 0);
 static_assert(float32_planes{128, 128}.state_bytes() == 1024);
 static_assert(float32_planes{128, 128}.v_offset() == 0);
+
+// float32:tile16: K and V as float32.
+struct float32_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return k_count() * 4; }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return v_count() * 4; }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 4; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+};
+static_assert(float32_tile16{64, 64}.state_bytes() == 512);
+static_assert(float32_tile16{64, 64}.v_region() == 256);
+static_assert(float32_tile16{96, 96}.state_bytes() == 768);
+static_assert(float32_tile16{96, 96}.v_region() == 384);
+static_assert(float32_tile16{128, 128}.state_bytes() == 1024);
+static_assert(float32_tile16{128, 128}.v_region() == 512);
 
 // float16:cells: K and V as float16.
 struct float16 {
@@ -115,12 +153,14 @@ struct float16_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return v_count() * 2; }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -133,6 +173,39 @@ static_assert(float16_planes{96, 96}.state_bytes() == 384);
 static_assert(float16_planes{96, 96}.v_offset() == 0);
 static_assert(float16_planes{128, 128}.state_bytes() == 512);
 static_assert(float16_planes{128, 128}.v_offset() == 0);
+
+// float16:tile16: K and V as float16.
+struct float16_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return k_count() * 2; }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return v_count() * 2; }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t v_interleave() const { return 2; }
+  constexpr int64_t v_unit() const { return 2; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+};
+static_assert(float16_tile16{64, 64}.state_bytes() == 256);
+static_assert(float16_tile16{64, 64}.v_region() == 128);
+static_assert(float16_tile16{96, 96}.state_bytes() == 384);
+static_assert(float16_tile16{96, 96}.v_region() == 192);
+static_assert(float16_tile16{128, 128}.state_bytes() == 512);
+static_assert(float16_tile16{128, 128}.v_region() == 256);
 
 // bfloat16:cells: K and V as bfloat16.
 struct bfloat16 {
@@ -168,12 +241,14 @@ struct bfloat16_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return v_count() * 2; }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -186,6 +261,39 @@ static_assert(bfloat16_planes{96, 96}.state_bytes() == 384);
 static_assert(bfloat16_planes{96, 96}.v_offset() == 0);
 static_assert(bfloat16_planes{128, 128}.state_bytes() == 512);
 static_assert(bfloat16_planes{128, 128}.v_offset() == 0);
+
+// bfloat16:tile16: K and V as bfloat16.
+struct bfloat16_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return k_count() * 2; }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return v_count() * 2; }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t v_interleave() const { return 2; }
+  constexpr int64_t v_unit() const { return 2; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+};
+static_assert(bfloat16_tile16{64, 64}.state_bytes() == 256);
+static_assert(bfloat16_tile16{64, 64}.v_region() == 128);
+static_assert(bfloat16_tile16{96, 96}.state_bytes() == 384);
+static_assert(bfloat16_tile16{96, 96}.v_region() == 192);
+static_assert(bfloat16_tile16{128, 128}.state_bytes() == 512);
+static_assert(bfloat16_tile16{128, 128}.v_region() == 256);
 
 // fp8_e4m3:cells: the same as fp8_e4m3.
 struct fp8_e4m3 {
@@ -221,12 +329,14 @@ struct fp8_e4m3_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return v_count() * 1; }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -239,6 +349,39 @@ static_assert(fp8_e4m3_planes{96, 96}.state_bytes() == 192);
 static_assert(fp8_e4m3_planes{96, 96}.v_offset() == 0);
 static_assert(fp8_e4m3_planes{128, 128}.state_bytes() == 256);
 static_assert(fp8_e4m3_planes{128, 128}.v_offset() == 0);
+
+// fp8_e4m3:tile16: the same as fp8_e4m3.
+struct fp8_e4m3_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return k_count() * 1; }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return v_count() * 1; }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t v_interleave() const { return 4; }
+  constexpr int64_t v_unit() const { return 1; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+};
+static_assert(fp8_e4m3_tile16{64, 64}.state_bytes() == 128);
+static_assert(fp8_e4m3_tile16{64, 64}.v_region() == 64);
+static_assert(fp8_e4m3_tile16{96, 96}.state_bytes() == 192);
+static_assert(fp8_e4m3_tile16{96, 96}.v_region() == 96);
+static_assert(fp8_e4m3_tile16{128, 128}.state_bytes() == 256);
+static_assert(fp8_e4m3_tile16{128, 128}.v_region() == 128);
 
 // fp8_e5m2:cells: e5m2 codes, a scale per layer and side.
 struct fp8_e5m2 {
@@ -274,12 +417,14 @@ struct fp8_e5m2_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return v_count() * 1; }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -292,6 +437,39 @@ static_assert(fp8_e5m2_planes{96, 96}.state_bytes() == 192);
 static_assert(fp8_e5m2_planes{96, 96}.v_offset() == 0);
 static_assert(fp8_e5m2_planes{128, 128}.state_bytes() == 256);
 static_assert(fp8_e5m2_planes{128, 128}.v_offset() == 0);
+
+// fp8_e5m2:tile16: e5m2 codes, a scale per layer and side.
+struct fp8_e5m2_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return k_count() * 1; }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return v_count() * 1; }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t v_interleave() const { return 4; }
+  constexpr int64_t v_unit() const { return 1; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return v_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+};
+static_assert(fp8_e5m2_tile16{64, 64}.state_bytes() == 128);
+static_assert(fp8_e5m2_tile16{64, 64}.v_region() == 64);
+static_assert(fp8_e5m2_tile16{96, 96}.state_bytes() == 192);
+static_assert(fp8_e5m2_tile16{96, 96}.v_region() == 96);
+static_assert(fp8_e5m2_tile16{128, 128}.state_bytes() == 256);
+static_assert(fp8_e5m2_tile16{128, 128}.v_region() == 128);
 
 // int8_per_token_head:cells: int8 codes, a scale per token, head and side.
 struct int8_per_token_head {
@@ -337,24 +515,28 @@ struct int8_per_token_head_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t k_scale_count() const { return 1; }
   constexpr int64_t k_scale_bytes() const { return k_scale_count() * 4; }
   constexpr int64_t k_scale_offset() const { return k_bytes(); }
   constexpr int64_t k_scale_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_scale_region() const { return 0; }
   constexpr int64_t k_scale_interleave() const { return 1; }
+  constexpr int64_t k_scale_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return v_count() * 1; }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t v_scale_count() const { return 1; }
   constexpr int64_t v_scale_bytes() const { return v_scale_count() * 4; }
   constexpr int64_t v_scale_offset() const { return v_bytes(); }
   constexpr int64_t v_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_scale_interleave() const { return 1; }
+  constexpr int64_t v_scale_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes() + k_scale_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes() + v_scale_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -367,6 +549,57 @@ static_assert(int8_per_token_head_planes{96, 96}.state_bytes() == 200);
 static_assert(int8_per_token_head_planes{96, 96}.v_scale_offset() == 96);
 static_assert(int8_per_token_head_planes{128, 128}.state_bytes() == 264);
 static_assert(int8_per_token_head_planes{128, 128}.v_scale_offset() == 128);
+
+// int8_per_token_head:tile16: int8 codes, a scale per token, head and side.
+struct int8_per_token_head_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return k_count() * 1; }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t k_scale_count() const { return 1; }
+  constexpr int64_t k_scale_bytes() const { return k_scale_count() * 4; }
+  constexpr int64_t k_scale_offset() const { return 0; }
+  constexpr int64_t k_scale_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t k_scale_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_scale_interleave() const { return 16; }
+  constexpr int64_t k_scale_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return v_count() * 1; }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_2_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes() + plane_0_1_bytes(); }
+  constexpr int64_t v_interleave() const { return 4; }
+  constexpr int64_t v_unit() const { return 1; }
+  constexpr int64_t v_scale_count() const { return 1; }
+  constexpr int64_t v_scale_bytes() const { return v_scale_count() * 4; }
+  constexpr int64_t v_scale_offset() const { return 0; }
+  constexpr int64_t v_scale_stride() const { return plane_0_3_bytes(); }
+  constexpr int64_t v_scale_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes();
+  }
+  constexpr int64_t v_scale_interleave() const { return 16; }
+  constexpr int64_t v_scale_unit() const { return 4; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return k_scale_bytes(); }
+  constexpr int64_t plane_0_2_bytes() const { return v_bytes(); }
+  constexpr int64_t plane_0_3_bytes() const { return v_scale_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes();
+  }
+};
+static_assert(int8_per_token_head_tile16{64, 64}.state_bytes() == 136);
+static_assert(int8_per_token_head_tile16{64, 64}.v_scale_region() == 132);
+static_assert(int8_per_token_head_tile16{96, 96}.state_bytes() == 200);
+static_assert(int8_per_token_head_tile16{96, 96}.v_scale_region() == 196);
+static_assert(int8_per_token_head_tile16{128, 128}.state_bytes() == 264);
+static_assert(int8_per_token_head_tile16{128, 128}.v_scale_region() == 260);
 
 // fp8_per_token_head:cells: e4m3 codes, a scale per token, head and side.
 struct fp8_per_token_head {
@@ -412,24 +645,28 @@ struct fp8_per_token_head_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t k_scale_count() const { return 1; }
   constexpr int64_t k_scale_bytes() const { return k_scale_count() * 4; }
   constexpr int64_t k_scale_offset() const { return k_bytes(); }
   constexpr int64_t k_scale_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_scale_region() const { return 0; }
   constexpr int64_t k_scale_interleave() const { return 1; }
+  constexpr int64_t k_scale_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return v_count() * 1; }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t v_scale_count() const { return 1; }
   constexpr int64_t v_scale_bytes() const { return v_scale_count() * 4; }
   constexpr int64_t v_scale_offset() const { return v_bytes(); }
   constexpr int64_t v_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_scale_interleave() const { return 1; }
+  constexpr int64_t v_scale_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes() + k_scale_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes() + v_scale_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -442,6 +679,57 @@ static_assert(fp8_per_token_head_planes{96, 96}.state_bytes() == 200);
 static_assert(fp8_per_token_head_planes{96, 96}.v_scale_offset() == 96);
 static_assert(fp8_per_token_head_planes{128, 128}.state_bytes() == 264);
 static_assert(fp8_per_token_head_planes{128, 128}.v_scale_offset() == 128);
+
+// fp8_per_token_head:tile16: e4m3 codes, a scale per token, head and side.
+struct fp8_per_token_head_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return k_count() * 1; }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t k_scale_count() const { return 1; }
+  constexpr int64_t k_scale_bytes() const { return k_scale_count() * 4; }
+  constexpr int64_t k_scale_offset() const { return 0; }
+  constexpr int64_t k_scale_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t k_scale_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_scale_interleave() const { return 16; }
+  constexpr int64_t k_scale_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return v_count() * 1; }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_2_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes() + plane_0_1_bytes(); }
+  constexpr int64_t v_interleave() const { return 4; }
+  constexpr int64_t v_unit() const { return 1; }
+  constexpr int64_t v_scale_count() const { return 1; }
+  constexpr int64_t v_scale_bytes() const { return v_scale_count() * 4; }
+  constexpr int64_t v_scale_offset() const { return 0; }
+  constexpr int64_t v_scale_stride() const { return plane_0_3_bytes(); }
+  constexpr int64_t v_scale_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes();
+  }
+  constexpr int64_t v_scale_interleave() const { return 16; }
+  constexpr int64_t v_scale_unit() const { return 4; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return k_scale_bytes(); }
+  constexpr int64_t plane_0_2_bytes() const { return v_bytes(); }
+  constexpr int64_t plane_0_3_bytes() const { return v_scale_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes();
+  }
+};
+static_assert(fp8_per_token_head_tile16{64, 64}.state_bytes() == 136);
+static_assert(fp8_per_token_head_tile16{64, 64}.v_scale_region() == 132);
+static_assert(fp8_per_token_head_tile16{96, 96}.state_bytes() == 200);
+static_assert(fp8_per_token_head_tile16{96, 96}.v_scale_region() == 196);
+static_assert(fp8_per_token_head_tile16{128, 128}.state_bytes() == 264);
+static_assert(fp8_per_token_head_tile16{128, 128}.v_scale_region() == 260);
 
 // int4_per_token_head:cells: rotated 4-bit codes, a scale and zero point per token, head and side.
 struct int4_per_token_head {
@@ -487,24 +775,28 @@ struct int4_per_token_head_planes {
   constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_region() const { return 0; }
   constexpr int64_t k_interleave() const { return 1; }
+  constexpr int64_t k_unit() const { return 1; }
   constexpr int64_t k_scale_count() const { return 1; }
   constexpr int64_t k_scale_bytes() const { return k_scale_count() * 4; }
   constexpr int64_t k_scale_offset() const { return k_bytes(); }
   constexpr int64_t k_scale_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_scale_region() const { return 0; }
   constexpr int64_t k_scale_interleave() const { return 1; }
+  constexpr int64_t k_scale_unit() const { return 1; }
   constexpr int64_t v_count() const { return dv; }
   constexpr int64_t v_bytes() const { return bytes_of_bits(v_count() * 4); }
   constexpr int64_t v_offset() const { return 0; }
   constexpr int64_t v_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_interleave() const { return 1; }
+  constexpr int64_t v_unit() const { return 1; }
   constexpr int64_t v_scale_count() const { return 1; }
   constexpr int64_t v_scale_bytes() const { return v_scale_count() * 4; }
   constexpr int64_t v_scale_offset() const { return v_bytes(); }
   constexpr int64_t v_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_scale_interleave() const { return 1; }
+  constexpr int64_t v_scale_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_bytes() + k_scale_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return v_bytes() + v_scale_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -518,6 +810,57 @@ static_assert(int4_per_token_head_planes{96, 96}.v_scale_offset() == 48);
 static_assert(int4_per_token_head_planes{128, 128}.state_bytes() == 136);
 static_assert(int4_per_token_head_planes{128, 128}.v_scale_offset() == 64);
 
+// int4_per_token_head:tile16: rotated 4-bit codes, a scale and zero point per token, head and side.
+struct int4_per_token_head_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_count() const { return d; }
+  constexpr int64_t k_bytes() const { return bytes_of_bits(k_count() * 4); }
+  constexpr int64_t k_offset() const { return 0; }
+  constexpr int64_t k_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_region() const { return 0; }
+  constexpr int64_t k_interleave() const { return 16; }
+  constexpr int64_t k_unit() const { return 4; }
+  constexpr int64_t k_scale_count() const { return 1; }
+  constexpr int64_t k_scale_bytes() const { return k_scale_count() * 4; }
+  constexpr int64_t k_scale_offset() const { return 0; }
+  constexpr int64_t k_scale_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t k_scale_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_scale_interleave() const { return 16; }
+  constexpr int64_t k_scale_unit() const { return 4; }
+  constexpr int64_t v_count() const { return dv; }
+  constexpr int64_t v_bytes() const { return bytes_of_bits(v_count() * 4); }
+  constexpr int64_t v_offset() const { return 0; }
+  constexpr int64_t v_stride() const { return plane_0_2_bytes(); }
+  constexpr int64_t v_region() const { return plane_0_0_bytes() + plane_0_1_bytes(); }
+  constexpr int64_t v_interleave() const { return 2; }
+  constexpr int64_t v_unit() const { return 2; }
+  constexpr int64_t v_scale_count() const { return 1; }
+  constexpr int64_t v_scale_bytes() const { return v_scale_count() * 4; }
+  constexpr int64_t v_scale_offset() const { return 0; }
+  constexpr int64_t v_scale_stride() const { return plane_0_3_bytes(); }
+  constexpr int64_t v_scale_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes();
+  }
+  constexpr int64_t v_scale_interleave() const { return 16; }
+  constexpr int64_t v_scale_unit() const { return 4; }
+  constexpr int64_t plane_0_0_bytes() const { return k_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return k_scale_bytes(); }
+  constexpr int64_t plane_0_2_bytes() const { return v_bytes(); }
+  constexpr int64_t plane_0_3_bytes() const { return v_scale_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes();
+  }
+};
+static_assert(int4_per_token_head_tile16{64, 64}.state_bytes() == 72);
+static_assert(int4_per_token_head_tile16{64, 64}.v_scale_region() == 68);
+static_assert(int4_per_token_head_tile16{96, 96}.state_bytes() == 104);
+static_assert(int4_per_token_head_tile16{96, 96}.v_scale_region() == 100);
+static_assert(int4_per_token_head_tile16{128, 128}.state_bytes() == 136);
+static_assert(int4_per_token_head_tile16{128, 128}.v_scale_region() == 132);
+
 // nvfp4:cells: e2m1 codes, an e4m3 scale per 16 elements.
 struct nvfp4 {
   int64_t d;
@@ -530,24 +873,28 @@ struct nvfp4 {
   constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_codes_region() const { return 0; }
   constexpr int64_t k_codes_interleave() const { return 1; }
+  constexpr int64_t k_codes_unit() const { return 1; }
   constexpr int64_t k_scales_count() const { return d / 16; }
   constexpr int64_t k_scales_bytes() const { return k_scales_count() * 1; }
   constexpr int64_t k_scales_offset() const { return 0; }
   constexpr int64_t k_scales_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t k_scales_region() const { return plane_0_0_bytes(); }
   constexpr int64_t k_scales_interleave() const { return 1; }
+  constexpr int64_t k_scales_unit() const { return 1; }
   constexpr int64_t v_codes_count() const { return dv; }
   constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
   constexpr int64_t v_codes_offset() const { return 0; }
   constexpr int64_t v_codes_stride() const { return plane_1_0_bytes(); }
   constexpr int64_t v_codes_region() const { return 0; }
   constexpr int64_t v_codes_interleave() const { return 1; }
+  constexpr int64_t v_codes_unit() const { return 1; }
   constexpr int64_t v_scales_count() const { return dv / 16; }
   constexpr int64_t v_scales_bytes() const { return v_scales_count() * 1; }
   constexpr int64_t v_scales_offset() const { return 0; }
   constexpr int64_t v_scales_stride() const { return plane_1_1_bytes(); }
   constexpr int64_t v_scales_region() const { return plane_1_0_bytes(); }
   constexpr int64_t v_scales_interleave() const { return 4; }
+  constexpr int64_t v_scales_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return k_scales_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -575,24 +922,28 @@ struct nvfp4_linear {
   constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_codes_region() const { return 0; }
   constexpr int64_t k_codes_interleave() const { return 1; }
+  constexpr int64_t k_codes_unit() const { return 1; }
   constexpr int64_t k_scales_count() const { return d / 16; }
   constexpr int64_t k_scales_bytes() const { return k_scales_count() * 1; }
   constexpr int64_t k_scales_offset() const { return 0; }
   constexpr int64_t k_scales_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t k_scales_region() const { return plane_0_0_bytes(); }
   constexpr int64_t k_scales_interleave() const { return 1; }
+  constexpr int64_t k_scales_unit() const { return 1; }
   constexpr int64_t v_codes_count() const { return dv; }
   constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
   constexpr int64_t v_codes_offset() const { return 0; }
   constexpr int64_t v_codes_stride() const { return plane_1_0_bytes(); }
   constexpr int64_t v_codes_region() const { return 0; }
   constexpr int64_t v_codes_interleave() const { return 1; }
+  constexpr int64_t v_codes_unit() const { return 1; }
   constexpr int64_t v_scales_count() const { return dv / 16; }
   constexpr int64_t v_scales_bytes() const { return v_scales_count() * 1; }
   constexpr int64_t v_scales_offset() const { return 0; }
   constexpr int64_t v_scales_stride() const { return plane_1_1_bytes(); }
   constexpr int64_t v_scales_region() const { return plane_1_0_bytes(); }
   constexpr int64_t v_scales_interleave() const { return 1; }
+  constexpr int64_t v_scales_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return k_scales_bytes(); }
   constexpr int64_t state_bytes() const {
@@ -608,9 +959,60 @@ static_assert(nvfp4_linear{96, 96}.v_scales_offset() == 0);
 static_assert(nvfp4_linear{128, 128}.state_bytes() == 72);
 static_assert(nvfp4_linear{128, 128}.v_scales_offset() == 0);
 
+// nvfp4:tile16: e2m1 codes, an e4m3 scale per 16 elements.
+struct nvfp4_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 2; }
+  constexpr int64_t k_codes_count() const { return d; }
+  constexpr int64_t k_codes_bytes() const { return bytes_of_bits(k_codes_count() * 4); }
+  constexpr int64_t k_codes_offset() const { return 0; }
+  constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_codes_region() const { return 0; }
+  constexpr int64_t k_codes_interleave() const { return 16; }
+  constexpr int64_t k_codes_unit() const { return 4; }
+  constexpr int64_t k_scales_count() const { return d / 16; }
+  constexpr int64_t k_scales_bytes() const { return k_scales_count() * 1; }
+  constexpr int64_t k_scales_offset() const { return 0; }
+  constexpr int64_t k_scales_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t k_scales_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_scales_interleave() const { return 16; }
+  constexpr int64_t k_scales_unit() const { return 1; }
+  constexpr int64_t v_codes_count() const { return dv; }
+  constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
+  constexpr int64_t v_codes_offset() const { return 0; }
+  constexpr int64_t v_codes_stride() const { return plane_1_0_bytes(); }
+  constexpr int64_t v_codes_region() const { return 0; }
+  constexpr int64_t v_codes_interleave() const { return 2; }
+  constexpr int64_t v_codes_unit() const { return 2; }
+  constexpr int64_t v_scales_count() const { return dv / 16; }
+  constexpr int64_t v_scales_bytes() const { return v_scales_count() * 1; }
+  constexpr int64_t v_scales_offset() const { return 0; }
+  constexpr int64_t v_scales_stride() const { return plane_1_1_bytes(); }
+  constexpr int64_t v_scales_region() const { return plane_1_0_bytes(); }
+  constexpr int64_t v_scales_interleave() const { return 16; }
+  constexpr int64_t v_scales_unit() const { return 1; }
+  constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return k_scales_bytes(); }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+  constexpr int64_t plane_1_0_bytes() const { return v_codes_bytes(); }
+  constexpr int64_t plane_1_1_bytes() const { return v_scales_bytes(); }
+};
+static_assert(nvfp4_tile16{64, 64}.state_bytes() == 36);
+static_assert(nvfp4_tile16{64, 64}.v_scales_region() == 32);
+static_assert(nvfp4_tile16{96, 96}.state_bytes() == 54);
+static_assert(nvfp4_tile16{96, 96}.v_scales_region() == 48);
+static_assert(nvfp4_tile16{128, 128}.state_bytes() == 72);
+static_assert(nvfp4_tile16{128, 128}.v_scales_region() == 64);
+
 using nvfp4_4over6 = nvfp4;  // nvfp4 pages; the better of two group scales is stored
 
 using nvfp4_4over6_linear = nvfp4_linear;  // nvfp4 pages; the better of two group scales is stored
+
+using nvfp4_4over6_tile16 = nvfp4_tile16;  // nvfp4 pages; the better of two group scales is stored
 
 // fp8_ds_mla:cells: DeepSeek latent, e4m3 tiles and exact rope.
 struct fp8_ds_mla {
@@ -716,24 +1118,28 @@ struct turboquant_k8v4_planes {
   constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_codes_region() const { return 0; }
   constexpr int64_t k_codes_interleave() const { return 1; }
+  constexpr int64_t k_codes_unit() const { return 1; }
   constexpr int64_t v_codes_count() const { return dv; }
   constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
   constexpr int64_t v_codes_offset() const { return 0; }
   constexpr int64_t v_codes_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_codes_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_codes_interleave() const { return 1; }
+  constexpr int64_t v_codes_unit() const { return 1; }
   constexpr int64_t v_scale_count() const { return 1; }
   constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
   constexpr int64_t v_scale_offset() const { return v_codes_bytes(); }
   constexpr int64_t v_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_scale_interleave() const { return 1; }
+  constexpr int64_t v_scale_unit() const { return 1; }
   constexpr int64_t v_zero_count() const { return 1; }
   constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
   constexpr int64_t v_zero_offset() const { return v_codes_bytes() + v_scale_bytes(); }
   constexpr int64_t v_zero_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_zero_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_zero_interleave() const { return 1; }
+  constexpr int64_t v_zero_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
   constexpr int64_t plane_0_1_bytes() const {
     return round_up(plane_0_0_bytes() + v_codes_bytes() + v_scale_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes());
@@ -748,6 +1154,61 @@ static_assert(turboquant_k8v4_planes{96, 96}.state_bytes() == 148);
 static_assert(turboquant_k8v4_planes{96, 96}.v_zero_offset() == 50);
 static_assert(turboquant_k8v4_planes{128, 128}.state_bytes() == 196);
 static_assert(turboquant_k8v4_planes{128, 128}.v_zero_offset() == 66);
+
+// turboquant_k8v4:tile16: e4m3 keys, 4-bit values.
+struct turboquant_k8v4_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_codes_count() const { return d; }
+  constexpr int64_t k_codes_bytes() const { return k_codes_count() * 1; }
+  constexpr int64_t k_codes_offset() const { return 0; }
+  constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_codes_region() const { return 0; }
+  constexpr int64_t k_codes_interleave() const { return 16; }
+  constexpr int64_t k_codes_unit() const { return 4; }
+  constexpr int64_t v_codes_count() const { return dv; }
+  constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
+  constexpr int64_t v_codes_offset() const { return 0; }
+  constexpr int64_t v_codes_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t v_codes_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t v_codes_interleave() const { return 2; }
+  constexpr int64_t v_codes_unit() const { return 2; }
+  constexpr int64_t v_scale_count() const { return 1; }
+  constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
+  constexpr int64_t v_scale_offset() const { return 0; }
+  constexpr int64_t v_scale_stride() const { return plane_0_2_bytes(); }
+  constexpr int64_t v_scale_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+  constexpr int64_t v_scale_interleave() const { return 16; }
+  constexpr int64_t v_scale_unit() const { return 2; }
+  constexpr int64_t v_zero_count() const { return 1; }
+  constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
+  constexpr int64_t v_zero_offset() const { return 0; }
+  constexpr int64_t v_zero_stride() const { return plane_0_3_bytes(); }
+  constexpr int64_t v_zero_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes();
+  }
+  constexpr int64_t v_zero_interleave() const { return 16; }
+  constexpr int64_t v_zero_unit() const { return 2; }
+  constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return v_codes_bytes(); }
+  constexpr int64_t plane_0_2_bytes() const { return v_scale_bytes(); }
+  constexpr int64_t plane_0_3_bytes() const {
+    return round_up(plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes());
+  }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes();
+  }
+};
+static_assert(turboquant_k8v4_tile16{64, 64}.state_bytes() == 100);
+static_assert(turboquant_k8v4_tile16{64, 64}.v_zero_region() == 98);
+static_assert(turboquant_k8v4_tile16{96, 96}.state_bytes() == 148);
+static_assert(turboquant_k8v4_tile16{96, 96}.v_zero_region() == 146);
+static_assert(turboquant_k8v4_tile16{128, 128}.state_bytes() == 196);
+static_assert(turboquant_k8v4_tile16{128, 128}.v_zero_region() == 194);
 
 // turboquant_4bit_nc:cells: 4-bit key indices with a norm, 4-bit values.
 struct turboquant_4bit_nc {
@@ -798,30 +1259,35 @@ struct turboquant_4bit_nc_planes {
   constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_codes_region() const { return 0; }
   constexpr int64_t k_codes_interleave() const { return 1; }
+  constexpr int64_t k_codes_unit() const { return 1; }
   constexpr int64_t k_norm_count() const { return 1; }
   constexpr int64_t k_norm_bytes() const { return k_norm_count() * 2; }
   constexpr int64_t k_norm_offset() const { return k_codes_bytes(); }
   constexpr int64_t k_norm_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_norm_region() const { return 0; }
   constexpr int64_t k_norm_interleave() const { return 1; }
+  constexpr int64_t k_norm_unit() const { return 1; }
   constexpr int64_t v_codes_count() const { return dv; }
   constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
   constexpr int64_t v_codes_offset() const { return 0; }
   constexpr int64_t v_codes_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_codes_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_codes_interleave() const { return 1; }
+  constexpr int64_t v_codes_unit() const { return 1; }
   constexpr int64_t v_scale_count() const { return 1; }
   constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
   constexpr int64_t v_scale_offset() const { return v_codes_bytes(); }
   constexpr int64_t v_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_scale_interleave() const { return 1; }
+  constexpr int64_t v_scale_unit() const { return 1; }
   constexpr int64_t v_zero_count() const { return 1; }
   constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
   constexpr int64_t v_zero_offset() const { return v_codes_bytes() + v_scale_bytes(); }
   constexpr int64_t v_zero_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_zero_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_zero_interleave() const { return 1; }
+  constexpr int64_t v_zero_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes() + k_norm_bytes(); }
   constexpr int64_t plane_0_1_bytes() const {
     return round_up(plane_0_0_bytes() + v_codes_bytes() + v_scale_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes());
@@ -836,6 +1302,71 @@ static_assert(turboquant_4bit_nc_planes{96, 96}.state_bytes() == 102);
 static_assert(turboquant_4bit_nc_planes{96, 96}.v_zero_offset() == 50);
 static_assert(turboquant_4bit_nc_planes{128, 128}.state_bytes() == 134);
 static_assert(turboquant_4bit_nc_planes{128, 128}.v_zero_offset() == 66);
+
+// turboquant_4bit_nc:tile16: 4-bit key indices with a norm, 4-bit values.
+struct turboquant_4bit_nc_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_codes_count() const { return d; }
+  constexpr int64_t k_codes_bytes() const { return bytes_of_bits(k_codes_count() * 4); }
+  constexpr int64_t k_codes_offset() const { return 0; }
+  constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_codes_region() const { return 0; }
+  constexpr int64_t k_codes_interleave() const { return 16; }
+  constexpr int64_t k_codes_unit() const { return 4; }
+  constexpr int64_t k_norm_count() const { return 1; }
+  constexpr int64_t k_norm_bytes() const { return k_norm_count() * 2; }
+  constexpr int64_t k_norm_offset() const { return 0; }
+  constexpr int64_t k_norm_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t k_norm_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_norm_interleave() const { return 16; }
+  constexpr int64_t k_norm_unit() const { return 2; }
+  constexpr int64_t v_codes_count() const { return dv; }
+  constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
+  constexpr int64_t v_codes_offset() const { return 0; }
+  constexpr int64_t v_codes_stride() const { return plane_0_2_bytes(); }
+  constexpr int64_t v_codes_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+  constexpr int64_t v_codes_interleave() const { return 2; }
+  constexpr int64_t v_codes_unit() const { return 2; }
+  constexpr int64_t v_scale_count() const { return 1; }
+  constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
+  constexpr int64_t v_scale_offset() const { return 0; }
+  constexpr int64_t v_scale_stride() const { return plane_0_3_bytes(); }
+  constexpr int64_t v_scale_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes();
+  }
+  constexpr int64_t v_scale_interleave() const { return 16; }
+  constexpr int64_t v_scale_unit() const { return 2; }
+  constexpr int64_t v_zero_count() const { return 1; }
+  constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
+  constexpr int64_t v_zero_offset() const { return 0; }
+  constexpr int64_t v_zero_stride() const { return plane_0_4_bytes(); }
+  constexpr int64_t v_zero_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes();
+  }
+  constexpr int64_t v_zero_interleave() const { return 16; }
+  constexpr int64_t v_zero_unit() const { return 2; }
+  constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return k_norm_bytes(); }
+  constexpr int64_t plane_0_2_bytes() const { return v_codes_bytes(); }
+  constexpr int64_t plane_0_3_bytes() const { return v_scale_bytes(); }
+  constexpr int64_t plane_0_4_bytes() const {
+    return round_up(plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes());
+  }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes() + plane_0_4_bytes();
+  }
+};
+static_assert(turboquant_4bit_nc_tile16{64, 64}.state_bytes() == 70);
+static_assert(turboquant_4bit_nc_tile16{64, 64}.v_zero_region() == 68);
+static_assert(turboquant_4bit_nc_tile16{96, 96}.state_bytes() == 102);
+static_assert(turboquant_4bit_nc_tile16{96, 96}.v_zero_region() == 100);
+static_assert(turboquant_4bit_nc_tile16{128, 128}.state_bytes() == 134);
+static_assert(turboquant_4bit_nc_tile16{128, 128}.v_zero_region() == 132);
 
 // turboquant_k3v4_nc:cells: 3-bit key indices with a norm, 4-bit values.
 struct turboquant_k3v4_nc {
@@ -886,30 +1417,35 @@ struct turboquant_k3v4_nc_planes {
   constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_codes_region() const { return 0; }
   constexpr int64_t k_codes_interleave() const { return 1; }
+  constexpr int64_t k_codes_unit() const { return 1; }
   constexpr int64_t k_norm_count() const { return 1; }
   constexpr int64_t k_norm_bytes() const { return k_norm_count() * 2; }
   constexpr int64_t k_norm_offset() const { return k_codes_bytes(); }
   constexpr int64_t k_norm_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_norm_region() const { return 0; }
   constexpr int64_t k_norm_interleave() const { return 1; }
+  constexpr int64_t k_norm_unit() const { return 1; }
   constexpr int64_t v_codes_count() const { return dv; }
   constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
   constexpr int64_t v_codes_offset() const { return 0; }
   constexpr int64_t v_codes_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_codes_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_codes_interleave() const { return 1; }
+  constexpr int64_t v_codes_unit() const { return 1; }
   constexpr int64_t v_scale_count() const { return 1; }
   constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
   constexpr int64_t v_scale_offset() const { return v_codes_bytes(); }
   constexpr int64_t v_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_scale_interleave() const { return 1; }
+  constexpr int64_t v_scale_unit() const { return 1; }
   constexpr int64_t v_zero_count() const { return 1; }
   constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
   constexpr int64_t v_zero_offset() const { return v_codes_bytes() + v_scale_bytes(); }
   constexpr int64_t v_zero_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_zero_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_zero_interleave() const { return 1; }
+  constexpr int64_t v_zero_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes() + k_norm_bytes(); }
   constexpr int64_t plane_0_1_bytes() const {
     return round_up(plane_0_0_bytes() + v_codes_bytes() + v_scale_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes());
@@ -924,6 +1460,71 @@ static_assert(turboquant_k3v4_nc_planes{96, 96}.state_bytes() == 90);
 static_assert(turboquant_k3v4_nc_planes{96, 96}.v_zero_offset() == 50);
 static_assert(turboquant_k3v4_nc_planes{128, 128}.state_bytes() == 118);
 static_assert(turboquant_k3v4_nc_planes{128, 128}.v_zero_offset() == 66);
+
+// turboquant_k3v4_nc:tile16: 3-bit key indices with a norm, 4-bit values.
+struct turboquant_k3v4_nc_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_codes_count() const { return d; }
+  constexpr int64_t k_codes_bytes() const { return bytes_of_bits(k_codes_count() * 3); }
+  constexpr int64_t k_codes_offset() const { return 0; }
+  constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_codes_region() const { return 0; }
+  constexpr int64_t k_codes_interleave() const { return 16; }
+  constexpr int64_t k_codes_unit() const { return 3; }
+  constexpr int64_t k_norm_count() const { return 1; }
+  constexpr int64_t k_norm_bytes() const { return k_norm_count() * 2; }
+  constexpr int64_t k_norm_offset() const { return 0; }
+  constexpr int64_t k_norm_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t k_norm_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_norm_interleave() const { return 16; }
+  constexpr int64_t k_norm_unit() const { return 2; }
+  constexpr int64_t v_codes_count() const { return dv; }
+  constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 4); }
+  constexpr int64_t v_codes_offset() const { return 0; }
+  constexpr int64_t v_codes_stride() const { return plane_0_2_bytes(); }
+  constexpr int64_t v_codes_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+  constexpr int64_t v_codes_interleave() const { return 2; }
+  constexpr int64_t v_codes_unit() const { return 2; }
+  constexpr int64_t v_scale_count() const { return 1; }
+  constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
+  constexpr int64_t v_scale_offset() const { return 0; }
+  constexpr int64_t v_scale_stride() const { return plane_0_3_bytes(); }
+  constexpr int64_t v_scale_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes();
+  }
+  constexpr int64_t v_scale_interleave() const { return 16; }
+  constexpr int64_t v_scale_unit() const { return 2; }
+  constexpr int64_t v_zero_count() const { return 1; }
+  constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
+  constexpr int64_t v_zero_offset() const { return 0; }
+  constexpr int64_t v_zero_stride() const { return plane_0_4_bytes(); }
+  constexpr int64_t v_zero_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes();
+  }
+  constexpr int64_t v_zero_interleave() const { return 16; }
+  constexpr int64_t v_zero_unit() const { return 2; }
+  constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return k_norm_bytes(); }
+  constexpr int64_t plane_0_2_bytes() const { return v_codes_bytes(); }
+  constexpr int64_t plane_0_3_bytes() const { return v_scale_bytes(); }
+  constexpr int64_t plane_0_4_bytes() const {
+    return round_up(plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes());
+  }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes() + plane_0_4_bytes();
+  }
+};
+static_assert(turboquant_k3v4_nc_tile16{64, 64}.state_bytes() == 62);
+static_assert(turboquant_k3v4_nc_tile16{64, 64}.v_zero_region() == 60);
+static_assert(turboquant_k3v4_nc_tile16{96, 96}.state_bytes() == 90);
+static_assert(turboquant_k3v4_nc_tile16{96, 96}.v_zero_region() == 88);
+static_assert(turboquant_k3v4_nc_tile16{128, 128}.state_bytes() == 118);
+static_assert(turboquant_k3v4_nc_tile16{128, 128}.v_zero_region() == 116);
 
 // turboquant_3bit_nc:cells: 3-bit key indices with a norm, 3-bit values.
 struct turboquant_3bit_nc {
@@ -974,30 +1575,35 @@ struct turboquant_3bit_nc_planes {
   constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_codes_region() const { return 0; }
   constexpr int64_t k_codes_interleave() const { return 1; }
+  constexpr int64_t k_codes_unit() const { return 1; }
   constexpr int64_t k_norm_count() const { return 1; }
   constexpr int64_t k_norm_bytes() const { return k_norm_count() * 2; }
   constexpr int64_t k_norm_offset() const { return k_codes_bytes(); }
   constexpr int64_t k_norm_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t k_norm_region() const { return 0; }
   constexpr int64_t k_norm_interleave() const { return 1; }
+  constexpr int64_t k_norm_unit() const { return 1; }
   constexpr int64_t v_codes_count() const { return dv; }
   constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 3); }
   constexpr int64_t v_codes_offset() const { return 0; }
   constexpr int64_t v_codes_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_codes_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_codes_interleave() const { return 1; }
+  constexpr int64_t v_codes_unit() const { return 1; }
   constexpr int64_t v_scale_count() const { return 1; }
   constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
   constexpr int64_t v_scale_offset() const { return v_codes_bytes(); }
   constexpr int64_t v_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_scale_interleave() const { return 1; }
+  constexpr int64_t v_scale_unit() const { return 1; }
   constexpr int64_t v_zero_count() const { return 1; }
   constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
   constexpr int64_t v_zero_offset() const { return v_codes_bytes() + v_scale_bytes(); }
   constexpr int64_t v_zero_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t v_zero_region() const { return plane_0_0_bytes(); }
   constexpr int64_t v_zero_interleave() const { return 1; }
+  constexpr int64_t v_zero_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes() + k_norm_bytes(); }
   constexpr int64_t plane_0_1_bytes() const {
     return round_up(plane_0_0_bytes() + v_codes_bytes() + v_scale_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes());
@@ -1013,6 +1619,71 @@ static_assert(turboquant_3bit_nc_planes{96, 96}.v_zero_offset() == 38);
 static_assert(turboquant_3bit_nc_planes{128, 128}.state_bytes() == 102);
 static_assert(turboquant_3bit_nc_planes{128, 128}.v_zero_offset() == 50);
 
+// turboquant_3bit_nc:tile16: 3-bit key indices with a norm, 3-bit values.
+struct turboquant_3bit_nc_tile16 {
+  int64_t d;
+  int64_t dv;
+  constexpr int64_t extent() const { return 3; }
+  constexpr int64_t sides() const { return 1; }
+  constexpr int64_t k_codes_count() const { return d; }
+  constexpr int64_t k_codes_bytes() const { return bytes_of_bits(k_codes_count() * 3); }
+  constexpr int64_t k_codes_offset() const { return 0; }
+  constexpr int64_t k_codes_stride() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_codes_region() const { return 0; }
+  constexpr int64_t k_codes_interleave() const { return 16; }
+  constexpr int64_t k_codes_unit() const { return 3; }
+  constexpr int64_t k_norm_count() const { return 1; }
+  constexpr int64_t k_norm_bytes() const { return k_norm_count() * 2; }
+  constexpr int64_t k_norm_offset() const { return 0; }
+  constexpr int64_t k_norm_stride() const { return plane_0_1_bytes(); }
+  constexpr int64_t k_norm_region() const { return plane_0_0_bytes(); }
+  constexpr int64_t k_norm_interleave() const { return 16; }
+  constexpr int64_t k_norm_unit() const { return 2; }
+  constexpr int64_t v_codes_count() const { return dv; }
+  constexpr int64_t v_codes_bytes() const { return bytes_of_bits(v_codes_count() * 3); }
+  constexpr int64_t v_codes_offset() const { return 0; }
+  constexpr int64_t v_codes_stride() const { return plane_0_2_bytes(); }
+  constexpr int64_t v_codes_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes();
+  }
+  constexpr int64_t v_codes_interleave() const { return 2; }
+  constexpr int64_t v_codes_unit() const { return 3; }
+  constexpr int64_t v_scale_count() const { return 1; }
+  constexpr int64_t v_scale_bytes() const { return v_scale_count() * 2; }
+  constexpr int64_t v_scale_offset() const { return 0; }
+  constexpr int64_t v_scale_stride() const { return plane_0_3_bytes(); }
+  constexpr int64_t v_scale_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes();
+  }
+  constexpr int64_t v_scale_interleave() const { return 16; }
+  constexpr int64_t v_scale_unit() const { return 2; }
+  constexpr int64_t v_zero_count() const { return 1; }
+  constexpr int64_t v_zero_bytes() const { return v_zero_count() * 2; }
+  constexpr int64_t v_zero_offset() const { return 0; }
+  constexpr int64_t v_zero_stride() const { return plane_0_4_bytes(); }
+  constexpr int64_t v_zero_region() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes();
+  }
+  constexpr int64_t v_zero_interleave() const { return 16; }
+  constexpr int64_t v_zero_unit() const { return 2; }
+  constexpr int64_t plane_0_0_bytes() const { return k_codes_bytes(); }
+  constexpr int64_t plane_0_1_bytes() const { return k_norm_bytes(); }
+  constexpr int64_t plane_0_2_bytes() const { return v_codes_bytes(); }
+  constexpr int64_t plane_0_3_bytes() const { return v_scale_bytes(); }
+  constexpr int64_t plane_0_4_bytes() const {
+    return round_up(plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes() + v_zero_bytes(), 2) - (plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes());
+  }
+  constexpr int64_t state_bytes() const {
+    return plane_0_0_bytes() + plane_0_1_bytes() + plane_0_2_bytes() + plane_0_3_bytes() + plane_0_4_bytes();
+  }
+};
+static_assert(turboquant_3bit_nc_tile16{64, 64}.state_bytes() == 54);
+static_assert(turboquant_3bit_nc_tile16{64, 64}.v_zero_region() == 52);
+static_assert(turboquant_3bit_nc_tile16{96, 96}.state_bytes() == 78);
+static_assert(turboquant_3bit_nc_tile16{96, 96}.v_zero_region() == 76);
+static_assert(turboquant_3bit_nc_tile16{128, 128}.state_bytes() == 102);
+static_assert(turboquant_3bit_nc_tile16{128, 128}.v_zero_region() == 100);
+
 // deepseek_v4:cells: DeepSeek-V4 latent, power-of-two scales and exact rope.
 struct deepseek_v4 {
   constexpr int64_t extent() const { return 1; }
@@ -1023,18 +1694,21 @@ struct deepseek_v4 {
   constexpr int64_t nope_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t nope_region() const { return 0; }
   constexpr int64_t nope_interleave() const { return 1; }
+  constexpr int64_t nope_unit() const { return 1; }
   constexpr int64_t rope_count() const { return 64; }
   constexpr int64_t rope_bytes() const { return rope_count() * 2; }
   constexpr int64_t rope_offset() const { return nope_bytes(); }
   constexpr int64_t rope_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t rope_region() const { return 0; }
   constexpr int64_t rope_interleave() const { return 1; }
+  constexpr int64_t rope_unit() const { return 1; }
   constexpr int64_t nope_scale_count() const { return 7; }
   constexpr int64_t nope_scale_bytes() const { return nope_scale_count() * 1; }
   constexpr int64_t nope_scale_offset() const { return 0; }
   constexpr int64_t nope_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t nope_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t nope_scale_interleave() const { return 1; }
+  constexpr int64_t nope_scale_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return nope_bytes() + rope_bytes(); }
   constexpr int64_t plane_0_1_bytes() const {
     return round_up(plane_0_0_bytes() + nope_scale_bytes(), 8) - (plane_0_0_bytes());
@@ -1069,12 +1743,14 @@ struct dsa_indexer {
   constexpr int64_t key_stride() const { return plane_0_0_bytes(); }
   constexpr int64_t key_region() const { return 0; }
   constexpr int64_t key_interleave() const { return 1; }
+  constexpr int64_t key_unit() const { return 1; }
   constexpr int64_t key_scale_count() const { return 1; }
   constexpr int64_t key_scale_bytes() const { return key_scale_count() * 4; }
   constexpr int64_t key_scale_offset() const { return 0; }
   constexpr int64_t key_scale_stride() const { return plane_0_1_bytes(); }
   constexpr int64_t key_scale_region() const { return plane_0_0_bytes(); }
   constexpr int64_t key_scale_interleave() const { return 1; }
+  constexpr int64_t key_scale_unit() const { return 1; }
   constexpr int64_t plane_0_0_bytes() const { return key_bytes(); }
   constexpr int64_t plane_0_1_bytes() const { return key_scale_bytes(); }
   constexpr int64_t state_bytes() const {

@@ -39,6 +39,7 @@ REARRANGED = [
     for name in SHARED
     for arrangement in FORMATS[name].arrangements
     if arrangement != FORMATS[name].arrangement
+    and FORMATS[name].arranged(arrangement).format_id in FORMATS
 ]
 SHARED_ORDERS = [
     (name, order)

@@ -44,7 +44,8 @@ def test_every_byte_is_covered_once(fmt: KVFormat) -> None:
     for sizes in size_pairs(fmt):
         layout = fmt.layout(*sizes)
         heads = heads_of(fmt, sizes, 2)
-        for states in STATES if sizes[0] == HEAD_SIZES[0] else STATES[:1]:
+        some = STATES if layout.extent is not Extent.TILE else (16, 32)
+        for states in some if sizes[0] == HEAD_SIZES[0] else some[:1]:
             owners = _owners(layout, heads, states)
             fields = sum(f.nbytes for f in layout.fields)
             page = heads * layout.num_sides * states * layout.nbytes
@@ -55,29 +56,45 @@ def test_every_byte_is_covered_once(fmt: KVFormat) -> None:
             assert 0 <= padding < layout.align
 
 
+def touch(
+    layout: StateLayout,
+    pages: torch.Tensor,
+    f: Field,
+    head: int,
+    state: int,
+    byte: int,
+) -> None:
+    """Sets one byte of a record of block 1 to 1, by the parts of its plane."""
+    for start, part in layout.parts(pages, f.side, f.plane):
+        groups, lanes, units, unit = part.shape[3:]
+        unit_id, inner = divmod(byte - start, unit)
+        if 0 <= unit_id < units:
+            tile, turn = divmod(state, groups * lanes)
+            part[1, head, tile, turn // lanes, turn % lanes, unit_id, inner] = 1
+
+
 @FORMATS
 def test_views_and_offsets_agree(fmt: KVFormat) -> None:
     for sizes in size_pairs(fmt):
         layout = fmt.layout(*sizes)
         heads = heads_of(fmt, sizes, 2)
         slots = heads * layout.num_sides
-        buffer, pages = make_pages("LBHNC", 2, slots, 8, layout.nbytes)
-        page = slots * 8 * layout.nbytes
+        states = 32 if layout.extent is Extent.TILE else 8
+        buffer, pages = make_pages("LBHNC", 2, slots, states, layout.nbytes)
+        page = slots * states * layout.nbytes
         for f in layout.fields:
-            plane = layout.plane_view(pages, f.side, f.plane)
             start = layout.record_offset(f.name)
-            view = plane[..., start : start + f.nbytes]
-            for head, state in ((0, 0), (heads - 1, 3), (0, 7)):
-                for byte in {0, f.nbytes - 1} if f.nbytes else ():
-                    view.fill_(0)
-                    view[1, head, state // f.interleave, state % f.interleave, byte] = 1
+            for head, state in ((0, 0), (heads - 1, 3), (0, 7), (0, states - 3)):
+                for byte in {0, f.nbytes // 2, f.nbytes - 1} if f.nbytes else ():
+                    buffer.fill_(0)
+                    touch(layout, pages, f, head, state, start + byte)
                     at = layout.offset(
                         f.name,
                         byte,
                         head=head,
                         state=state,
                         num_heads=heads,
-                        num_states=8,
+                        num_states=states,
                     )
                     # layer 1 of 2, block 1 of 2
                     assert buffer[3 * page + at] == 1, (f.name, head, state, byte)
@@ -112,6 +129,36 @@ def test_extents_of_the_orders() -> None:
     assert allowed[Extent.STATE] == list(AXIS_ORDERS)
     assert allowed[Extent.HEAD] == ["LBHNC", "LHBNC", "BLHNC", "BHLNC"]
     assert allowed[Extent.SIDE] == ["LBHNC", "BLHNC"]
+    assert allowed[Extent.TILE] == allowed[Extent.HEAD]
+
+
+def test_states_in_tiles_take_turns() -> None:
+    """One state after the other gives 32 bits of K; two give an element of V."""
+    fmt = by_name("bfloat16", "tile16")
+    pages = torch.zeros(1, 1, 32, fmt.layout(4, 2).nbytes, dtype=torch.uint8)
+    key = torch.arange(32 * 4).view(32, 1, 4).bfloat16()
+    value = -torch.arange(32 * 2).view(32, 1, 2).bfloat16()
+    fmt.store(pages, torch.arange(32), key, value)
+    for tile in range(2):
+        stored = pages.flatten().view(torch.bfloat16)[96 * tile : 96 * (tile + 1)]
+        first = key[16 * tile : 16 * (tile + 1), 0]
+        assert torch.equal(
+            stored[:64], first.unflatten(1, (2, 2)).transpose(0, 1).flatten()
+        )
+        pairs = value[16 * tile : 16 * (tile + 1), 0].unflatten(0, (8, 2))
+        assert torch.equal(stored[64:], pairs.transpose(1, 2).flatten())
+
+
+def test_tiles_need_whole_tiles_of_states() -> None:
+    fmt = by_name("fp8", "tile16")
+    pages = torch.zeros(2, 1, 24, fmt.layout(64, 64).nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="use a multiple of 16"):
+        fmt.store(pages, torch.arange(3), torch.zeros(3, 1, 64), torch.zeros(3, 1, 64))
+    layout = fmt.layout(64, 64)
+    with pytest.raises(ValueError, match="through parts"):
+        layout.plane_view(pages, 0, 0)
+    with pytest.raises(ValueError, match="through parts"):
+        layout.view(pages, "k")
 
 
 def test_typed_views_share_memory_and_refuse_odd_bytes() -> None:

@@ -82,10 +82,11 @@ def test_no_other_byte_changes(fmt: KVFormat) -> None:
             fmt.store(pages, torch.tensor([33, -1, 7, -1]), key, value)
             # Writing sentinels over the two states restores the whole buffer.
             for side, plane in layout.planes():
-                view = layout.plane_view(pages, side, plane)
-                for block, state in ((2, 1), (0, 7)):
-                    group, lane = divmod(state, view.shape[3])
-                    view[block, :, group, lane] = SENTINEL
+                for _, part in layout.parts(pages, side, plane):
+                    for block, state in ((2, 1), (0, 7)):
+                        groups, lanes = part.shape[3:5]
+                        tile, turn = divmod(state, groups * lanes)
+                        part[block, :, tile, turn // lanes, turn % lanes] = SENTINEL
             assert (buffer == SENTINEL).all()
 
 

@@ -64,12 +64,18 @@ class AttentionStates:
         layout = fmt.layout(*sizes, torch.bfloat16)
         self.block_size = spec.block_size
         self.records = _records(fmt, spec.num_kv_heads, *sizes)
-        self.planes = {part: layout.plane_view(pages, *part) for part in self.records}
+        self.parts = {
+            plane: [part for _, part in layout.parts(pages, *plane)]
+            for plane in self.records
+        }
 
     def write(self, slots: torch.Tensor, chosen: torch.Tensor) -> None:
         """Stores state `chosen[i]` in slot `slots[i]` (block * block_size + offset)."""
-        for part, plane in self.planes.items():
-            paging.scatter(plane, slots, self.records[part][chosen])
+        for plane, parts in self.parts.items():
+            widths = [part.shape[-2] * part.shape[-1] for part in parts]
+            slices = self.records[plane][chosen].split(widths, -1)
+            for part, records in zip(parts, slices, strict=True):
+                paging.scatter(part, slots, records)
 
     def slots(self, block_ids: Sequence[int], start: int, end: int) -> torch.Tensor:
         """The slots of positions `start` to `end` of a request, int64."""
@@ -79,13 +85,9 @@ class AttentionStates:
 
     def holds(self, slots: torch.Tensor, chosen: torch.Tensor) -> bool:
         """Says whether slots hold the states that they should."""
-        for part, plane in self.planes.items():
-            lanes = plane.shape[3]
-            groups = self.block_size // lanes
-            group = slots // lanes
-            rows = plane.permute(0, 2, 3, 1, 4)
-            found = rows[group // groups, group % groups, slots % lanes]
-            if not torch.equal(found, self.records[part][chosen]):
+        for plane, parts in self.parts.items():
+            found = torch.cat([paging.take(part, slots) for part in parts], -1)
+            if not torch.equal(found, self.records[plane][chosen]):
                 return False
         return True
 
@@ -93,7 +95,10 @@ class AttentionStates:
         """The first `end` states of these blocks: uint8 [end, heads, width] for each
         plane of each side."""
         ids = torch.tensor(block_ids[: -(-end // self.block_size)])
-        return [paging.gather(plane, ids, end) for plane in self.planes.values()]
+        return [
+            torch.cat([paging.gather(part, ids, end) for part in parts], -1)
+            for parts in self.parts.values()
+        ]
 
     def expected(self, chosen: torch.Tensor) -> list[torch.Tensor]:
         """The same for the states that should be there."""

@@ -16,9 +16,11 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_formats import paging
 from vllm.v1.kv_formats.layout import Extent, Field, StateLayout
 from vllm.v1.kv_formats.mode import KVQuantMode
+from vllm.v1.kv_formats.tiles import tiled
 
 DEFAULT_ARRANGEMENT = "cells"
 PLANES = "planes"
+TILE16 = "tile16"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class KVFormat(ABC):
     tolerance: Tolerance = EXACT
     summary: str = field(default="", compare=False)
 
-    arrangements: ClassVar[tuple[str, ...]] = (DEFAULT_ARRANGEMENT, PLANES)
+    arrangements: ClassVar[tuple[str, ...]] = (DEFAULT_ARRANGEMENT, PLANES, TILE16)
     latent: ClassVar[bool] = False  # only a latent record, never K and V
     latent_capable: ClassVar[bool] = True  # may hold a latent besides K and V
     opaque: ClassVar[bool] = False
@@ -179,14 +181,21 @@ class KVFormat(ABC):
         return packing.head_slots * packing.state_bytes
 
     def rows_arranged(self, model_dtype: torch.dtype) -> tuple[Field, ...]:
-        """The unbound table in this arrangement: "planes" parts K from V."""
+        """The unbound table in this arrangement.
+
+        "planes" parts K from V; "tile16" gives every field a plane of its own.
+        """
         rows = self.rows(model_dtype)
+        if self.arrangement == TILE16:
+            return tiled(rows)
         if self.arrangement != PLANES:
             return rows
         return tuple(replace(row, plane=int(row.of == "v")) for row in rows)
 
     def extent(self) -> Extent:
         """Which innermost axes of a page must be dense for this arrangement."""
+        if self.arrangement == TILE16:
+            return Extent.TILE
         return Extent.HEAD if self.arrangement == PLANES else Extent.STATE
 
     def roundtrip(
@@ -222,7 +231,9 @@ class KVFormat(ABC):
         fields = self.encode(key, value, scales)
         for side, plane in layout.planes():
             records = layout.pack(fields, side, plane)
-            paging.scatter(layout.plane_view(pages, side, plane), slots, records)
+            for start, part in layout.parts(pages, side, plane):
+                end = start + part.shape[-2] * part.shape[-1]
+                paging.scatter(part, slots, records[..., start:end])
 
     def load(
         self,
@@ -248,8 +259,11 @@ class KVFormat(ABC):
             )
         fields: dict[str, torch.Tensor] = {}
         for side, plane in layout.planes():
-            view = layout.plane_view(pages, side, plane)
-            records = paging.gather(view, block_ids[:needed], num_tokens)
+            slices = [
+                paging.gather(part, block_ids[:needed], num_tokens)
+                for _, part in layout.parts(pages, side, plane)
+            ]
+            records = slices[0] if len(slices) == 1 else torch.cat(slices, dim=-1)
             fields |= layout.unpack(records, side, plane)
         return self.decode(fields, head_size, head_size_v, out_dtype, scales)
 

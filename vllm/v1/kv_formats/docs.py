@@ -60,7 +60,11 @@ _ARRANGEMENT_NOTE = """\
 A format has the same fields, cell size and page bytes in every arrangement; only their
 order differs. `cells` is the default and the order of interchange, drawn below.
 `planes` stores, per head slot, the K fields of all states, then the V fields of all
-states. `linear` (NVFP4) stores the V scales state by state instead of alternating the
+states. `tile16` is what the CPU kernels read fastest: 16 states of a head slot lie
+together, field by field, and take turns of 32 bits of K and of single elements (or
+codes that fill two bytes) of V, so that a vector register holds a lane of each state or
+of each element; the CPU backend publishes it for bfloat16 models on processors with
+AVX-512. `linear` (NVFP4) stores the V scales state by state instead of alternating the
 bytes of {interleave} states."""
 
 _ACCURACY_NOTE = """\
@@ -173,7 +177,7 @@ def _section(fmt: KVFormat) -> list[str]:
         "```",
         "",
         f"Arrangements: {', '.join(fmt.arrangements)}. Innermost axes that must be "
-        f"dense for `{fmt.arrangement}`: {', '.join(layout.extent.value)}.",
+        f"dense for `{fmt.arrangement}`: {', '.join(layout.extent.axes)}.",
     ]
 
 

@@ -28,14 +28,17 @@ _PROLOGUE = """\
 //
 // Where states are no contiguous records (extent() above 0) there are also F_stride(),
 // from one state's record to the next, F_region(), bytes per state of the planes before
-// it, and F_interleave(), states whose bytes alternate.
+// it, and F_interleave(), states whose units of F_unit() bytes alternate.
 //
 // Field F of state t of head h, in a page of H heads and N states, by extent():
 //   0: cell(h, t) + F_offset()
 //   1: head_slot(h) + N * F_region() + t * F_stride() + F_offset()
 //   2: side + (H * N) * F_region() + (h * N + t) * F_stride() + F_offset()
-// Byte j of a field that interleaves i states lies i * j + t % i bytes behind the start
-// of its group of i states.
+//   3: tile(h, t / 16) + 16 * F_region() + t % 16 / i * i * F_stride() + turn
+// Byte j of a field that interleaves i states by units of u bytes lies
+// i * (j - j % u) + t % i * u + j % u bytes behind the start of its group of i states;
+// a last unit of fewer bytes takes turns likewise. A tile of 16 states has
+// 16 * state_bytes() bytes.
 #pragma once
 
 #include <cstddef>
@@ -105,6 +108,7 @@ def _field_members(f: Field, before: list[Field], in_planes: bool) -> list[str]:
         _member(f"{f.name}_stride", f"plane_{f.side}_{f.plane}_bytes()"),
         _member(f"{f.name}_region", region),
         _member(f"{f.name}_interleave", str(f.interleave)),
+        _member(f"{f.name}_unit", str(f.unit)),
     ]
 
 
@@ -153,8 +157,12 @@ def _checks(fmt: KVFormat) -> list[str]:
         value = f"{name}{{{args}}}"
         lines.append(f"static_assert({value}.state_bytes() == {layout.nbytes});")
         last = layout.fields[-1].name
-        offset = layout.record_offset(last)
-        lines.append(f"static_assert({value}.{last}_offset() == {offset});")
+        if layout.extent is Extent.TILE:
+            region = layout.region(last)
+            lines.append(f"static_assert({value}.{last}_region() == {region});")
+        else:
+            offset = layout.record_offset(last)
+            lines.append(f"static_assert({value}.{last}_offset() == {offset});")
         if fmt.latent:
             break
     return lines

@@ -41,20 +41,29 @@ DTYPES: dict[str, DType] = {
 }
 
 
+TILE_STATES = 16  # lanes of a 64-byte register of 32-bit units
+
+
 class Extent(Enum):
     """What the planes of a layout follow one another through.
 
-    The value lists the innermost page axes that must be dense for it, outermost first:
-    an axis order such as "LBHNC" suits the layout when it ends with them.
+    `axes` lists the innermost page axes that must be dense for it: an axis order such
+    as "LBHNC" suits the layout when it ends with them.
     """
 
     STATE = "C"  # one plane: a state is one contiguous record
     HEAD = "NC"  # planes follow each other through the states of one head slot
     SIDE = "HNC"  # planes follow each other through all head slots of one side
+    TILE = "tile"  # planes follow each other through TILE_STATES states of a head slot
+
+    @property
+    def axes(self) -> str:
+        """The innermost page axes that must be dense, outermost first."""
+        return Extent.HEAD.value if self is Extent.TILE else self.value
 
     def allows(self, axis_order: str) -> bool:
         """Says whether pages in this order of axes ("LBHNC", ...) keep it together."""
-        return axis_order.endswith(self.value)
+        return axis_order.endswith(self.axes)
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,8 @@ class Field:
     `count` is the number of elements; None means one per `group` elements of the head
     whose letter is `of` ("k" or "v"). Sub-byte elements are packed, low bits first, and
     rounded up to whole bytes. Fields of one `plane` of one `side` lie together state by
-    state. `interleave` is the number of states whose bytes alternate in the plane.
+    state. `interleave` is the number of states whose units of `unit` bytes alternate in
+    the plane; what is left of a record after whole units is one smaller unit.
     """
 
     name: str
@@ -76,6 +86,7 @@ class Field:
     plane: int = 0
     side: int = 0
     interleave: int = 1
+    unit: int = 1
     note: str = ""
 
     def bind(self, head_size: int, head_size_v: int) -> "Field":
@@ -131,7 +142,8 @@ class StateLayout:
             raise ValueError(f"several planes need an extent: {names}")
         for side, plane in set(order):
             rows = self.rows(side, plane)
-            if len(rows) > 1 and any(f.interleave > 1 for f in rows):
+            mixed = any(f.interleave > 1 for f in rows) or self.extent is Extent.TILE
+            if len(rows) > 1 and mixed:
                 raise ValueError(f"an interleaved field owns its plane: {names}")
         sizes = {sum(self.plane_widths(side)) for side in range(self.num_sides)}
         if len(sizes) > 1:
@@ -201,8 +213,16 @@ class StateLayout:
         width = self.plane_widths(f.side)[f.plane]
         inner = self.record_offset(name) + byte
         group, lane = divmod(state, f.interleave)
-        place = group * f.interleave * width + inner * f.interleave + lane
+        whole = inner // f.unit * f.unit
+        step = min(f.unit, width - whole)
+        place = whole * f.interleave + lane * step + inner - whole
         slot = num_states * self.nbytes
+        if self.extent is Extent.TILE:
+            tile, group = divmod(group, TILE_STATES // f.interleave)
+            base = (f.side * num_heads + head) * slot + self.region(name) * TILE_STATES
+            place += (tile * TILE_STATES * self.nbytes) + group * f.interleave * width
+            return base + place
+        place += group * f.interleave * width
         if self.extent is Extent.STATE:
             return (f.side * num_heads + head) * slot + place
         if self.extent is Extent.HEAD:
@@ -216,7 +236,8 @@ class StateLayout:
 
         STATE_BYTES, then per field NAME_BYTES, NAME_COUNT (elements), NAME_OFFSET (in
         its record), NAME_STRIDE (bytes from one state's record to the next in the
-        plane), NAME_REGION (bytes per state of earlier planes) and NAME_INTERLEAVE.
+        plane), NAME_REGION (bytes per state of earlier planes), NAME_INTERLEAVE and
+        NAME_UNIT.
         """
         out = {"STATE_BYTES": self.nbytes}
         for f in self.fields:
@@ -227,6 +248,7 @@ class StateLayout:
             out[f"{key}_STRIDE"] = self.plane_widths(f.side)[f.plane]
             out[f"{key}_REGION"] = self.region(f.name)
             out[f"{key}_INTERLEAVE"] = f.interleave
+            out[f"{key}_UNIT"] = f.unit
         return out
 
     def why_torn(self, pages: torch.Tensor) -> str:
@@ -260,10 +282,10 @@ class StateLayout:
         torn = self.why_torn(pages)
         if torn:
             raise ValueError(
-                f"this layout needs the axes {self.extent.value} innermost and dense: "
+                f"this layout needs the axes {self.extent.axes} innermost and dense: "
                 f"{torn} in pages of shape {tuple(pages.shape)} and strides "
                 f"{pages.stride()}; use an axis order that ends with "
-                f"{self.extent.value}, such as LBHNC"
+                f"{self.extent.axes}, such as LBHNC"
             )
 
     def plane_view(self, pages: torch.Tensor, side: int, plane: int) -> torch.Tensor:
@@ -272,23 +294,22 @@ class StateLayout:
         Returns uint8 [B, heads, N // i, i, width] sharing memory, where i is the
         plane's interleave (1 almost always) and heads = H // num_sides. Raises
         ValueError for pages of another shape, for strides that tear the layout apart,
-        and for N not a multiple of i.
+        for N not a multiple of i, and for planes of tiles, which have `parts` only.
         """
         self.check_pages(pages)
+        if self.extent is Extent.TILE:
+            raise ValueError(
+                f"records of plane {plane} alternate by units: read them through parts"
+            )
         blocks, slots, states, _ = pages.shape
         heads = slots // self.num_sides
         half = pages[:, side * heads : (side + 1) * heads]
         if self.extent is Extent.STATE:
             return half.unsqueeze(3)
-        rows = self.rows(side, plane)
-        step = rows[0].interleave
-        if states % step:
-            raise ValueError(
-                f"field {rows[0].name!r} alternates the bytes of {step} states: pages "
-                f"of {states} states cannot hold it, use a multiple of {step}"
-            )
+        step = self.rows(side, plane)[0].interleave
+        self._check_states(states, side, plane, step)
         width = self.plane_widths(side)[plane]
-        region = self.region(rows[0].name) * states
+        region = self.region(self.rows(side, plane)[0].name) * states
         head_stride = half.stride(1)
         if self.extent is Extent.SIDE:
             region, head_stride = region * heads, states * width
@@ -299,6 +320,55 @@ class StateLayout:
             half.storage_offset() + region,
         )
 
+    def parts(
+        self, pages: torch.Tensor, side: int, plane: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """The records of one plane in views that any state can be indexed in.
+
+        Yields the first byte of a slice of the records and uint8 [B, heads, tiles,
+        groups, i, units, unit] sharing memory: state t lies in tile t // (groups * i),
+        group t // i % groups, lane t % i, and the last two axes are its bytes.
+        """
+        if self.extent is not Extent.TILE:
+            view = self.plane_view(pages, side, plane)
+            yield 0, view.unsqueeze(3).unsqueeze(5)
+            return
+        self.check_pages(pages)
+        blocks, slots, states, _ = pages.shape
+        self._check_states(states, side, plane, TILE_STATES)
+        heads = slots // self.num_sides
+        half = pages[:, side * heads : (side + 1) * heads]
+        f = self.rows(side, plane)[0]
+        width = self.plane_widths(side)[plane]
+        region = half.storage_offset() + self.region(f.name) * TILE_STATES
+        whole = width // f.unit * f.unit
+        for start, unit in ((0, f.unit), (whole, width - whole)):
+            units = (whole if start == 0 else width - whole) // max(unit, 1)
+            if units == 0:
+                continue
+            yield (
+                start,
+                half.as_strided(
+                    (
+                        *(blocks, heads, states // TILE_STATES),
+                        *(TILE_STATES // f.interleave, f.interleave, units, unit),
+                    ),
+                    (
+                        *(half.stride(0), half.stride(1), TILE_STATES * self.nbytes),
+                        *(f.interleave * width, unit, f.interleave * unit, 1),
+                    ),
+                    region + start * f.interleave,
+                ),
+            )
+
+    def _check_states(self, states: int, side: int, plane: int, step: int) -> None:
+        if states % step:
+            name = self.rows(side, plane)[0].name
+            raise ValueError(
+                f"field {name!r} alternates the bytes of {step} states: pages of "
+                f"{states} states cannot hold it, use a multiple of {step}"
+            )
+
     def view(self, pages: torch.Tensor, name: str) -> torch.Tensor:
         """The typed view of one field over uint8 pages [B, H, N, C].
 
@@ -308,6 +378,11 @@ class StateLayout:
         """
         f = self.field(name)
         start = self.record_offset(name)
+        if self.extent is Extent.TILE:
+            raise ValueError(
+                f"field {name!r} alternates by units of {f.unit} bytes: read it "
+                "through parts"
+            )
         plane = self.plane_view(pages, f.side, f.plane)
         view = plane[..., start : start + f.nbytes]
         if f.interleave == 1:

@@ -3,6 +3,7 @@
 A page holds four regions: K codes, K scales, V codes, V scales, each through all heads
 of its side, so K and V take a head slot each. K scales lie state by state. V scales
 interleave the bytes of 4 states; in the arrangement "linear" they lie state by state.
+In "tile16" the sides of 16 states lie together, codes before scales.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import torch
 
 from vllm.v1.kv_formats.base import (
     DEFAULT_ARRANGEMENT,
+    TILE16,
     UNIT_SCALES,
     KVFormat,
     KVScales,
@@ -72,7 +74,7 @@ class NvFp4(KVFormat):
     mode: KVQuantMode = KVQuantMode.NVFP4
     four_over_six: bool = False
 
-    arrangements = (DEFAULT_ARRANGEMENT, LINEAR)
+    arrangements = (DEFAULT_ARRANGEMENT, LINEAR, TILE16)
     latent_capable = False
     per_tensor_scales = True
     fits = f"head sizes that are multiples of {GROUP}, equal for K and V"
@@ -83,7 +85,7 @@ class NvFp4(KVFormat):
             raise self._misfit(head_size, head_size_v)
 
     def extent(self) -> Extent:
-        return Extent.SIDE
+        return Extent.TILE if self.arrangement == TILE16 else Extent.SIDE
 
     def rows(self, model_dtype: torch.dtype) -> tuple[Field, ...]:
         step = 1 if self.arrangement == LINEAR else V_SCALE_INTERLEAVE

@@ -24,30 +24,47 @@ def _fits(tensor: torch.Tensor, size: int) -> bool:
     return tensor.stride(-1) == 1 and not any(step % size for step in steps)
 
 
-def scatter(plane: torch.Tensor, slots: torch.Tensor, records: torch.Tensor) -> None:
-    """Writes records, uint8 [T, heads, width], to slots of a plane view.
+def scatter(part: torch.Tensor, slots: torch.Tensor, records: torch.Tensor) -> None:
+    """Writes records, uint8 [T, heads, width], to slots of a part of a plane.
 
-    `plane` is uint8 [B, heads, N // i, i, width]; slot = block * N + offset, not
-    negative. Nothing else is touched.
+    `part` is uint8 [B, heads, tiles, groups, i, units, unit] of `StateLayout.parts`;
+    slot = block * N + offset, not negative. Nothing else is touched.
     """
-    plane, records = widened(plane, records.contiguous())
-    rows = plane.permute(0, 2, 3, 1, 4)
-    groups, lanes = rows.shape[1:3]
-    group = slots // lanes if lanes > 1 else slots
-    index = [group // groups, group % groups, slots % lanes]
-    if lanes == 1:
-        rows, index = rows.squeeze(2), index[:2]
-    rows[tuple(index)] = records
+    units = records.contiguous().unflatten(-1, part.shape[-2:])
+    part, units = widened(part, units)
+    rows, index = _rows_at(part, slots)
+    rows[index] = units
+
+
+def take(part: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The records in slots of a part of a plane: uint8 [T, heads, units * unit]."""
+    (wide,) = widened(part)
+    rows, index = _rows_at(wide, slots)
+    return rows[index].flatten(-2).view(torch.uint8)
+
+
+def _rows_at(
+    part: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """A view whose first axes are those of a slot, and the slots' places in them."""
+    tiles, groups, lanes = part.shape[2:5]
+    rows = part.permute(0, 2, 3, 4, 1, 5, 6)
+    if groups == 1 and lanes == 1:
+        return rows.flatten(2, 3).squeeze(2), (slots // tiles, slots % tiles)
+    tile = slots // (groups * lanes)
+    group = slots // lanes % groups
+    return rows, (tile // tiles, tile % tiles, group, slots % lanes)
 
 
 def gather(
-    plane: torch.Tensor, block_ids: torch.Tensor, num_tokens: int
+    part: torch.Tensor, block_ids: torch.Tensor, num_tokens: int
 ) -> torch.Tensor:
-    """Reads the first `num_tokens` states of these blocks of a plane view.
+    """Reads the first `num_tokens` states of these blocks of a part of a plane.
 
-    `plane` is uint8 [B, heads, N // i, i, width]; returns uint8 [T, heads, width].
+    `part` is as for `scatter`; returns uint8 [T, heads, units * unit].
     """
-    (wide,) = widened(plane)
-    taken = wide.index_select(0, block_ids).permute(0, 2, 3, 1, 4)
-    rows = taken.reshape(-1, *taken.shape[3:])[:num_tokens]
-    return rows if wide is plane else rows.view(torch.uint8)
+    (wide,) = widened(part)
+    taken = wide.index_select(0, block_ids).permute(0, 2, 3, 4, 1, 5, 6)
+    rows = taken.reshape(-1, taken.shape[4], taken.shape[5] * taken.shape[6])
+    rows = rows[:num_tokens]
+    return rows if wide is part else rows.view(torch.uint8)

@@ -7,7 +7,7 @@ from vllm.v1.kv_formats.base import KVFormat
 from vllm.v1.kv_formats.layout import Extent, Field, StateLayout
 
 _RECORD_COLUMNS = 56
-_UNITS = {Extent.STATE: "", Extent.HEAD: "N", Extent.SIDE: "HN"}
+_UNITS = {Extent.STATE: "", Extent.HEAD: "N", Extent.SIDE: "HN", Extent.TILE: "16"}
 
 
 def example_sizes(fmt: KVFormat, head_size: int = 128) -> tuple[int, int]:

@@ -4,6 +4,7 @@ import torch
 
 from vllm.v1.kv_formats import dense, ds_mla, fp8, nvfp4, per_token_head, turboquant
 from vllm.v1.kv_formats.base import DEFAULT_ARRANGEMENT, KVFormat
+from vllm.v1.kv_formats.layout import StateLayout
 from vllm.v1.kv_formats.mode import CACHE_DTYPES, KVQuantMode, unknown_name_message
 from vllm.v1.kv_formats.paging import as_bytes
 
@@ -91,8 +92,8 @@ def rearrange(
 ) -> None:
     """Copies pages [B, H, N, C] into pages of another arrangement, field by field.
 
-    Both tensors are byte views of equal shape. Raises ValueError unless the formats
-    differ in nothing but arrangement.
+    Both tensors are of equal shape in bytes; padding becomes 0. Raises ValueError
+    unless the formats differ in nothing but arrangement.
     """
     if source.arranged(DEFAULT_ARRANGEMENT) != target.arranged(DEFAULT_ARRANGEMENT):
         raise ValueError(
@@ -101,12 +102,22 @@ def rearrange(
         )
     old = source.layout(head_size, head_size_v, model_dtype)
     new = target.layout(head_size, head_size_v, model_dtype)
-    for f in new.fields:
-        g = old.field(f.name)
-        taken = old.plane_view(as_bytes(source_pages), g.side, g.plane).flatten(2, 3)
-        start = old.record_offset(g.name)
-        taken = taken[..., start : start + g.nbytes]
-        view = new.plane_view(as_bytes(target_pages), f.side, f.plane)
-        start = new.record_offset(f.name)
-        view = view[..., start : start + f.nbytes]
-        view.copy_(taken.unflatten(2, view.shape[2:4]))
+    source_pages, target_pages = as_bytes(source_pages), as_bytes(target_pages)
+    for side, plane in new.planes():
+        names = [f.name for f in new.rows(side, plane)]
+        records = torch.cat([_bytes_of(source_pages, old, name) for name in names], -1)
+        padding = new.plane_widths(side)[plane] - records.shape[-1]
+        records = torch.nn.functional.pad(records, (0, padding))
+        for start, part in new.parts(target_pages, side, plane):
+            width = part.shape[-2] * part.shape[-1]
+            taken = records[..., start : start + width].unflatten(2, part.shape[2:5])
+            part.copy_(taken.unflatten(-1, part.shape[-2:]))
+
+
+def _bytes_of(pages: torch.Tensor, layout: StateLayout, name: str) -> torch.Tensor:
+    """A field's bytes of every state: uint8 [B, heads, N, nbytes]."""
+    f = layout.field(name)
+    start = layout.record_offset(name)
+    parts = (part for _, part in layout.parts(pages, f.side, f.plane))
+    slices = [part.flatten(5).flatten(2, 4) for part in parts]
+    return torch.cat(slices, -1)[..., start : start + f.nbytes]

@@ -31,7 +31,7 @@ from vllm.v1.kv_formats.dense import Dense
 from vllm.v1.kv_formats.ds_mla import Fp8DsMla, NvFp4DsMla
 from vllm.v1.kv_formats.fp8 import Fp8PerTensor
 from vllm.v1.kv_formats.hadamard import block_size, rht_signs
-from vllm.v1.kv_formats.layout import DTYPES
+from vllm.v1.kv_formats.layout import DTYPES, Extent
 from vllm.v1.kv_formats.nvfp4 import NvFp4
 from vllm.v1.kv_formats.paging import as_bytes
 from vllm.v1.kv_formats.per_token_head import (
@@ -50,8 +50,8 @@ _WIDEST_STORE = 16
 
 
 def serves(fmt: KVFormat) -> bool:
-    """Whether there is a kernel for the format, in any of its arrangements."""
-    return type(fmt) in _KERNELS
+    """Whether there is a kernel for the format; none writes states that take turns."""
+    return type(fmt) in _KERNELS and fmt.extent() is not Extent.TILE
 
 
 def store(
@@ -285,9 +285,10 @@ def variants() -> Iterator[KernelVariant]:
         if not (named and serves(fmt)):
             continue
         sizes = [(size, size) for size in HEAD_SIZES] + [(LATENT_SIZE, 0)]
-        for arrangement in fmt.arrangements:
+        arranged = (fmt.arranged(name) for name in fmt.arrangements)
+        for served in filter(serves, arranged):
             for pair in sizes:
-                yield from _variant(fmt.arranged(arrangement), *pair)
+                yield from _variant(served, *pair)
 
 
 def _variant(fmt: KVFormat, size: int, size_v: int) -> Iterator[KernelVariant]:
