@@ -33,6 +33,9 @@ enum CellFormat : int32_t {
   kCellsTurboQuantK3V4 = 12,
   kCellsTurboQuant3Bit = 13,
 
+  // Added to one of the above: 16 states take turns ("tile16").
+  kTiled = 16,
+
   // One latent per token, no value of its own.
   kLatentFloat32 = 32,
   kLatentFloat16 = 33,

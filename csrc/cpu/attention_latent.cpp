@@ -35,7 +35,7 @@ struct LatentRows : PlainCells<UnitsOf> {
   U load_key(const uint8_t* row, int elem, int count) const {
     return as_units(load_as_float<kDType>(row + elem * kBytes, count));
   }
-  void load_values(NoTables, const uint8_t* const* rows, int elem, int count,
+  void load_values(const uint8_t* const* rows, int elem, int count,
                    U (&r)[1][1]) const {
     r[0][0] = load_key(rows[0], elem, count);
   }
@@ -54,7 +54,7 @@ struct LatentPairs : LatentRows<BFloat16Units, kBFloat16, kFromCells> {
   U load_key(const uint8_t* row, int elem, int count) const {
     return load_pairs(row + elem * Base::kBytes, count);
   }
-  void load_values(NoTables, const uint8_t* const* rows, int elem, int count,
+  void load_values(const uint8_t* const* rows, int elem, int count,
                    U (&r)[1][2]) const {
     r[0][0] = load_key(rows[0], elem, count);
     r[0][1] = load_key(rows[1], elem, count);

@@ -1,12 +1,16 @@
-// Writes one dense cell per (token, head): K then V, converted to the cache's type.
+// Writes one dense state per (token, head): K then V, converted to the cache's type, as
+// a cell or, of bfloat16, into a tile.
 // Values past its finite range saturate, NaN is kept; equal types are copied bit by bit.
 #include <string.h>
 
+#include "../kv_formats.h"
 #include "kernels.h"
+#include "turns.h"
 
 namespace vllm_cpu::VLLM_ISA {
 namespace {
 
+constexpr int kMaxRecord = 4096;                // bytes of a state in tiles
 constexpr int64_t kParallelBytes = 1 << 16;  // below this, waking threads costs more
 
 constexpr float largest(int dtype) {
@@ -44,13 +48,24 @@ int32_t store_all(const StoreArgs& a) {
   const int64_t key_bytes = static_cast<int64_t>(a.key.size) * dtype_bytes(kTo);
   const int64_t cell_bytes = key_bytes + a.value.size * dtype_bytes(kTo);
   const bool parallel = a.num_tokens * pages.num_heads * cell_bytes > kParallelBytes;
+  const bool tiled = (a.cell_format & kTiled) != 0;
+  const kv_formats::bfloat16_tile16 f{a.key.size, a.value.size};
+  const TurnsOf turns{2, {VLLM_TURNS(f, k, 0), VLLM_TURNS(f, v, 0)}};
+  if (tiled && (kTo != kBFloat16 || cell_bytes > kMaxRecord)) return kUnsupported;
 #pragma omp parallel for schedule(static) if (parallel)
   for (int32_t token = 0; token < a.num_tokens; ++token) {
     const int64_t slot = a.slot_mapping[token];
     if (slot < 0 || slot >= num_slots) continue;
-    uint8_t* const state = pages.data + slot / pages.block_size * pages.block_stride +
-                           slot % pages.block_size * pages.state_stride;
+    uint8_t* const page = pages.data + slot / pages.block_size * pages.block_stride;
+    uint8_t* const state = page + slot % pages.block_size * pages.state_stride;
     for (int32_t head = 0; head < pages.num_heads; ++head) {
+      if (tiled) {
+        alignas(64) uint8_t record[kMaxRecord];
+        store_side<kFrom, kTo>(record, a.key, token, head);
+        store_side<kFrom, kTo>(record + key_bytes, a.value, token, head);
+        deal_record(pages, page, head, slot % pages.block_size, record, turns);
+        continue;
+      }
       uint8_t* const cell = state + head * pages.head_stride;
       store_side<kFrom, kTo>(cell, a.key, token, head);
       store_side<kFrom, kTo>(cell + key_bytes, a.value, token, head);
@@ -61,7 +76,7 @@ int32_t store_all(const StoreArgs& a) {
 
 template <int kFrom>
 int32_t store_from(const StoreArgs& a) {
-  switch (a.cell_format) {
+  switch (a.cell_format & ~kTiled) {
     case kCellsFloat32: return store_all<kFrom, kFloat32>(a);
     case kCellsFloat16: return store_all<kFrom, kFloat16>(a);
     case kCellsBFloat16: return store_all<kFrom, kBFloat16>(a);

@@ -44,7 +44,7 @@ VLLM_INLINE Codes load_nibbles(const uint8_t* p) {
 #else
 VLLM_INLINE Codes load_bytes(const uint8_t* p) { return Codes{p[0], p[1], p[2], p[3]}; }
 VLLM_INLINE Codes load_nibbles(const uint8_t* p) {
-  return Codes{p[0] & 15u, p[0] >> 4, p[1] & 15u, p[1] >> 4};
+  return Codes{p[0] & 15u, p[0] / 16u, p[1] & 15u, p[1] / 16u};
 }
 #endif
 

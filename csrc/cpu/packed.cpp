@@ -11,6 +11,7 @@ namespace {
 
 constexpr int64_t kParallelElems = 1 << 14;  // below this, waking threads costs more
 constexpr int kMaxRuns = 4;
+constexpr int kMaxRecord = 2 * kMaxHead + 64;  // bytes of 8-bit codes and their scales
 
 const PackedFormat* packed_format(int32_t cell_format) {
   const PackedFormat* found = packed_fp8(cell_format);
@@ -54,7 +55,7 @@ struct DecodedRows : PlainCells<Float32Units> {
   U load_key(const uint8_t* row, int elem, int count) const {
     return as_units(load_f32(reinterpret_cast<const float*>(row) + elem, count));
   }
-  void load_values(NoTables, const uint8_t* const* rows, int elem, int count,
+  void load_values(const uint8_t* const* rows, int elem, int count,
                    U (&r)[1][1]) const {
     r[0][0] = load_key(rows[0] + value_floats * 4, elem, count);
   }
@@ -99,7 +100,9 @@ int32_t store_as(const StoreArgs& a, const PackedFormat& format) {
   const PackedArgs args{a.key.size,    a.value.size, a.k_scale,       a.v_scale,
                         a.key_table,   a.value_table, kDType,         pages.num_heads,
                         pages.block_size};
-  const PageRun run = format.page_run(args, pages, 0);
+  const bool tiled = (a.cell_format & kTiled) != 0;
+  const PageRun run = tiled ? cell_run(pages, 0) : format.page_run(args, pages, 0);
+  const TurnsOf turns = format.turns(args);
   const int64_t num_slots = pages.num_blocks * pages.block_size;
   const int64_t elems = static_cast<int64_t>(a.num_tokens) * pages.num_heads *
                         (a.key.size + a.value.size);
@@ -114,6 +117,12 @@ int32_t store_as(const StoreArgs& a, const PackedFormat& format) {
       alignas(64) float value[kMaxHead + kLanes];
       load_floats<kDType>(key, a.key, token, head);
       load_floats<kDType>(value, a.value, token, head);
+      if (tiled) {
+        alignas(64) uint8_t record[kMaxRecord];
+        format.encode_record(args, record, key, value);
+        deal_record(pages, page, head, in_block, record, turns);
+        continue;
+      }
       uint8_t* const cell =
           page + run.base + head * run.head_stride + in_block * run.state_stride;
       format.encode(args, {cell, page, head * static_cast<int64_t>(pages.block_size) +
@@ -128,14 +137,15 @@ int32_t store_as(const StoreArgs& a, const PackedFormat& format) {
 
 const AttentionKernel* packed_attention(int32_t cell_format, int32_t query_dtype) {
   static constexpr AttentionKernel decoded = TileAttention<DecodedRows>::kernel();
-  const PackedFormat* const format = packed_format(cell_format);
+  const bool tiled = (cell_format & kTiled) != 0;
+  const PackedFormat* const format = packed_format(cell_format & ~kTiled);
   if (format == nullptr) return nullptr;
-  if (query_dtype == kBFloat16 && format->pairs != nullptr) return format->pairs;
+  if (tiled) return query_dtype == kBFloat16 ? format->pairs : nullptr;
   return &decoded;
 }
 
 int32_t store_packed(const StoreArgs& a) {
-  const PackedFormat* const format = packed_format(a.cell_format);
+  const PackedFormat* const format = packed_format(a.cell_format & ~kTiled);
   if (format == nullptr || a.key.size > kMaxHead || a.value.size > kMaxHead) {
     return kUnsupported;
   }

@@ -7,6 +7,7 @@
 
 #include "cells.h"
 #include "narrow.h"
+#include "turns.h"
 
 namespace vllm_cpu::VLLM_ISA {
 
@@ -51,8 +52,18 @@ struct PackedFormat {
   // From float32 rows, 0 up to a whole register past their size; both are overwritten.
   void (*encode)(const PackedArgs&, const MutableState&, float* key, float* value);
 
-  const AttentionKernel* pairs;  // for bf16 queries, or null
+  // Records of the sides one after another, and how they are dealt into tiles.
+  void (*encode_record)(const PackedArgs&, uint8_t* record, float* key, float* value);
+  TurnsOf (*turns)(const PackedArgs&);
+
+  const AttentionKernel* pairs;  // over tiles, for bf16 queries; or null
 };
+
+// For formats whose states are records.
+template <void (*kEncode)(const PackedArgs&, const MutableState&, float*, float*)>
+static void encode_cell(const PackedArgs& a, uint8_t* record, float* key, float* value) {
+  kEncode(a, {record, record, 0}, key, value);
+}
 
 static inline PackedArgs packed_args(const AttentionArgs& a) {
   return {a.query.size,  a.out.size,         a.k_scale,       a.v_scale,

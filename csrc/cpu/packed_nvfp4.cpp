@@ -52,81 +52,67 @@ constexpr int kRuns = 4;
 #if defined(__AVX512BF16__)
 struct E2M1Codes {
   uint16_t values[16];
-  constexpr E2M1Codes() : values{} {
+  constexpr explicit E2M1Codes(int exponent) : values{} {
     constexpr int kHalves[8] = {0, 1, 2, 3, 4, 6, 8, 12};
     for (int code = 0; code < 16; ++code) {
-      values[code] = static_cast<uint16_t>(exact_bfloat16(kHalves[code & 7], -1) |
+      values[code] = static_cast<uint16_t>(exact_bfloat16(kHalves[code & 7], exponent - 1) |
                                            (code & 8) << 12);
     }
   }
 };
 
-// Scales are neither negative nor NaN; other bytes, of states never written, give
-// something finite.
-VLLM_INLINE F scales_of(U bytes) {
-  return mul(as_float(_mm512_slli_epi32(bytes, 20)), set1(0x1p120f));
-}
-
-struct Pairs : PlainCells<BFloat16Units> {
+// Codes and scales in tiles. The values' codes stand for 2^120 times themselves, which
+// the bits of an e4m3 scale, moved to where a float has its exponent, take away again.
+struct Pairs : TiledCells<BFloat16Units> {
+  using Tiles = kv_formats::nvfp4_tile16;
+  static_assert(Tiles{}.k_codes_unit() == 4 && Tiles{}.v_codes_interleave() == 2);
+  static_assert(Tiles{}.k_scales_unit() == 1 && Tiles{}.v_scales_interleave() == kTurns);
   struct Tables {
     Nibbles<4> key;
     Nibbles<4> value;
   };
-  static constexpr E2M1Codes kCodes{};
+  static constexpr int kScaleBias = 120;
+  static constexpr E2M1Codes kKeyCodes{0};
+  static constexpr E2M1Codes kValueCodes{kScaleBias};
+  static constexpr int kKeyBytes = Nibbles<4>::kKeyBytes;
   static constexpr int kKeyExpand = 4;
   static constexpr int kKeyGroup = kGroup / 8;  // raw units of eight codes
-  static constexpr int kRegisterBytes = 64;
   static constexpr int kValueDots = 2;
   static constexpr int kValueRegs = 4;
-  static constexpr int kValueGroupBytes = 2 * Nibbles<4>::kValueGroupBytes;
+  static constexpr int kGroupBytes = 2 * Nibbles<4>::kGroupBytes;
+  static constexpr int kRegsPerLoad = 4;
   static constexpr int kFewRows = 4;
-  static constexpr bool kPlaced = true;
+  static constexpr bool kValuesInOrder = false;
+  static constexpr bool kValuesFinite = true;
   static constexpr bool kFinishes = true;
 
-  explicit Pairs(const AttentionArgs& a)
-      : PlainCells(a, 0),
-        parts(packed_args(a)),
+  explicit Pairs(const AttentionArgs& a) : Pairs(a, Tiles{a.query.size, a.out.size}) {}
+  Pairs(const AttentionArgs& a, const Tiles& f)
+      : TiledCells(a, 2, f.state_bytes(), f.v_codes_region(), f.v_codes_bytes()),
         head_size(a.query.size),
-        coded{Nibbles<4>(kCodes.values, false), Nibbles<4>(kCodes.values, true)} {
-    for (int i = 0; i < kRuns; ++i) runs[i] = part_run(packed_args(a), a.pages, i);
+        key_scales_at(kTurns * f.k_scales_region()),
+        value_scales_at(kTurns * f.v_scales_region()),
+        coded{Nibbles<4>(kKeyCodes.values, false), Nibbles<4>(kValueCodes.values, true)} {
   }
 
   static int64_t finish_floats(const AttentionArgs& a) {
     return round_up(a.out.size, 64);
   }
-  int num_runs() const { return kRuns; }
-  const PageRun& page_run(int i) const { return runs[i]; }
   Tables tables() const { return coded; }
 
-  __attribute__((always_inline)) U load_key(const uint8_t* cell, int elem,
-                                            int count) const {
-    return coded.key.load_key(cell, elem, count);
+  __attribute__((always_inline)) U load_keys(const Tables& tables,
+                                             const uint8_t* at) const {
+    return tables.key.load_keys(at);
   }
   VLLM_INLINE void expand_key(const Tables& tables, U raw, U (&units)[4]) {
     tables.key.expand(raw, units);
   }
 
-  // [groups, kLanes]: a register of states' scales for each group.
-  void load_group_scales(const uint8_t* const* pages, const int32_t* places,
-                         float* to) const {
-    const int groups = head_size / kGroup;
-    U r[kLanes];
-    for (int i = 0; i < kLanes; ++i) {
-      const int64_t offset = parts.k_scales + places[i] * parts.scales_stride;
-      r[i] = masked_bytes(pages[i] + offset, groups);
-    }
-    transpose(r);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (4 * i >= groups) break;
-      const U low = u_set1(0xff);
-      float* const quad = to + 4 * i * kLanes;
-      store(quad, scales_of(_mm512_and_si512(r[i], low)));
-      store(quad + kLanes, scales_of(_mm512_and_si512(_mm512_srli_epi32(r[i], 8), low)));
-      store(quad + 2 * kLanes,
-            scales_of(_mm512_and_si512(_mm512_srli_epi32(r[i], 16), low)));
-      store(quad + 3 * kLanes, scales_of(_mm512_srli_epi32(r[i], 24)));
-    }
+  // Scales are neither negative nor NaN; other bytes, of states never written, give
+  // something finite.
+  __attribute__((always_inline)) F key_scales(const uint8_t* tile, int group) const {
+    const U bytes = (U)load_bytes(tile + key_scales_at + group * kTurns);
+    return mul(as_float(_mm512_slli_epi32(bytes, 20)), set1(0x1p120f));
   }
 
   // Products of codes and scales have few bits: exact in bf16.
@@ -134,36 +120,35 @@ struct Pairs : PlainCells<BFloat16Units> {
     const U a = as_units(mul(as_float(_mm512_slli_epi32(pair, 16)), low));
     const U upper = _mm512_and_si512(pair, u_set1(0xffff0000u));
     const U b = as_units(mul(as_float(upper), high));
-    return _mm512_or_si512(_mm512_srli_epi32(a, 16), b);
+    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b);
   }
 
+  // Of four groups of elements, a state's scale: each to the four lanes of its words.
+  VLLM_INLINE F spread(U scales, int turn) {
+    const U order = _mm512_setr_epi32(0, 0, 0, 0, 16, 16, 16, 16, 32, 32, 32, 32, 48, 48,
+                                      48, 48);
+    const U from = _mm512_slli_epi32(_mm512_add_epi32(order, u_set1(turn)), 16);
+    const __mmask64 third = 0x4444444444444444ull;
+    return as_float(
+        _mm512_slli_epi32(_mm512_maskz_permutexvar_epi8(third, from, scales), 4));
+  }
+
+  template <int kRegs>
   __attribute__((always_inline)) void load_values(const Tables& tables,
-                                                  const uint8_t* const* pages,
-                                                  const int32_t* places, int elem,
-                                                  int count, U (&r)[2][4]) const {
-    const uint8_t* codes[4];
+                                                  const ValueGroup& group, int elem,
+                                                  int count, U (&r)[2][kRegs]) const {
+    const U scales = masked_bytes(group.tile + value_scales_at + elem / kGroup * kTurns,
+                                  count / kGroup * kTurns);
+#pragma GCC unroll 2
+    for (int d = 0; d < 2; ++d) {
+      const uint8_t* const codes = group.codes + 2 * d * value_bytes;
+      U pair[4];
+      tables.value.expand(tables.value.value_words(codes, elem, count), pair);
+      const F low = spread(scales, group.turn + 2 * d);
+      const F high = spread(scales, group.turn + 2 * d + 1);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      codes[i] = pages[i] + parts.v_codes + places[i] * parts.codes_stride;
+      for (int i = 0; i < 4; ++i) r[d][i] = scaled(pair[i], low, high);
     }
-    // Four groups of four states' bytes: a lane each, a group's side by side.
-    const uint8_t* const scales = pages[0] + parts.v_scales_of(places[0]) +
-                                  elem / kGroup * kInterleaved;
-    const int bytes = (count + kGroup - 1) / kGroup * kInterleaved;
-    const __m128i taken =
-        _mm_maskz_loadu_epi8(static_cast<__mmask16>((1u << bytes) - 1), scales);
-    const F quads = scales_of(_mm512_cvtepu8_epi32(taken));
-    const F first = _mm512_permute_ps(quads, 0x00);
-    const F second = _mm512_permute_ps(quads, 0x55);
-    const F third = _mm512_permute_ps(quads, 0xaa);
-    const F fourth = _mm512_permute_ps(quads, 0xff);
-    U pair[4];
-    tables.value.expand(tables.value.value_words(codes[0], codes[1], elem, count), pair);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) r[0][i] = scaled(pair[i], first, second);
-    tables.value.expand(tables.value.value_words(codes[2], codes[3], elem, count), pair);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) r[1][i] = scaled(pair[i], third, fourth);
   }
 
   void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) const {
@@ -178,10 +163,10 @@ struct Pairs : PlainCells<BFloat16Units> {
     }
   }
 
-  Parts parts;
   int head_size;
+  int64_t key_scales_at;
+  int64_t value_scales_at;
   Tables coded;
-  PageRun runs[kRuns];
 };
 #endif
 
@@ -270,14 +255,35 @@ void encode(const PackedArgs& a, const MutableState& state, float* key, float* v
                             kInterleaved, value, a.size_v, a.v_scale);
 }
 
+// Codes then scales of K, and of V.
+template <bool kFourOverSix>
+void encode_record(const PackedArgs& a, uint8_t* record, float* key, float* value) {
+  const kv_formats::nvfp4_tile16 f{a.size, a.size_v};
+  uint8_t* const v = record + f.state_bytes();
+  encode_side<kFourOverSix>(record + f.k_codes_region(), record + f.k_scales_region(), 1,
+                            key, a.size, a.k_scale);
+  encode_side<kFourOverSix>(v + f.v_codes_region(), v + f.v_scales_region(), 1, value,
+                            a.size_v, a.v_scale);
+}
+
+TurnsOf turns(const PackedArgs& a) {
+  const kv_formats::nvfp4_tile16 f{a.size, a.size_v};
+  return {4, {VLLM_TURNS(f, k_codes, 0), VLLM_TURNS(f, k_scales, 0),
+              VLLM_TURNS(f, v_codes, 1), VLLM_TURNS(f, v_scales, 1)}};
+}
+
+template <bool kFourOverSix>
+constexpr PackedFormat format_of(const AttentionKernel* pairs) {
+  return {Rotation::kNone,        part_run, kRuns, decode, encode<kFourOverSix>,
+          encode_record<kFourOverSix>, turns,    pairs};
+}
+
 }  // namespace
 
 const PackedFormat* packed_nvfp4(int32_t cell_format) {
   static constexpr const AttentionKernel* pairs = VLLM_PAIRS(Pairs);
-  static constexpr PackedFormat plain = {Rotation::kNone, part_run,      kRuns,
-                                         decode,          encode<false>, pairs};
-  static constexpr PackedFormat four_over_six = {Rotation::kNone, part_run,     kRuns,
-                                                 decode,          encode<true>, pairs};
+  static constexpr PackedFormat plain = format_of<false>(pairs);
+  static constexpr PackedFormat four_over_six = format_of<true>(pairs);
   switch (cell_format) {
     case kPagesNvFp4: return &plain;
     case kPagesNvFp4FourOverSix: return &four_over_six;

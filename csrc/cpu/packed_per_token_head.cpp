@@ -31,6 +31,15 @@ struct ScaleWord {
 };
 
 #if defined(__AVX512BF16__)
+// Where a scale of 16 states lies in their tile.
+template <class Format>
+struct ScalesAt {
+  int64_t key;
+  int64_t value;
+  explicit ScalesAt(const Format& f)
+      : key(kTurns * f.k_scale_region()), value(kTurns * f.v_scale_region()) {}
+};
+
 template <class Format, class Code>
 struct ScaledPairs : PairCells<Bytes<Code>, Bytes<Code>> {
   using Base = PairCells<Bytes<Code>, Bytes<Code>>;
@@ -38,77 +47,54 @@ struct ScaledPairs : PairCells<Bytes<Code>, Bytes<Code>> {
   static constexpr bool kValueScales = true;
 
   explicit ScaledPairs(const AttentionArgs& a)
-      : Base(a, Format{a.query.size, a.out.size}.state_bytes(),
-             Format{a.query.size, a.out.size}.v_offset(), {}),
-        k_scale(Format{a.query.size, a.out.size}.k_scale_offset()),
-        v_scale(Format{a.query.size, a.out.size}.v_scale_offset()) {}
+      : ScaledPairs(a, Format{a.query.size, a.out.size}) {}
+  ScaledPairs(const AttentionArgs& a, const Format& f)
+      : Base(a, f.state_bytes(), f.v_region(), f.v_bytes(), {}), scales(f) {}
 
-  void load_numbers(const uint8_t* const* cells, int count, StateNumbers& n) const {
-    for (int i = 0; i < count; ++i) {
-      n.key_scale[i] = value_at<float>(cells[i] + k_scale);
-      n.value_scale[i] = value_at<float>(cells[i] + v_scale);
-    }
+  void load_numbers(const uint8_t* tile, const uint8_t*, uint32_t keep, int v,
+                    StateNumbers& n) const {
+    store(n.key_scale + v * kLanes, turns_of_floats(tile + scales.key, keep));
+    store(n.value_scale + v * kLanes, turns_of_floats(tile + scales.value, keep));
   }
 
-  int64_t k_scale;
-  int64_t v_scale;
+  ScalesAt<Format> scales;
 };
 
-// int8 cells as they are, four codes to a unit.
-struct Int8Quads : PlainCells<Int8Units> {
-  using Format = kv_formats::int8_per_token_head;
+// int8 codes as they are, four to a unit.
+struct Int8Quads : TiledCells<Int8Units> {
+  using Format = kv_formats::int8_per_token_head_tile16;
   using KeyUnits = Int8Units::Keys;
   using ValueUnits = Int8Units::Values;
-  struct Tables {
-    U first;   // the order of four states' bytes, for 16 elements and the 16 after
-    U second;
-  };
-  static constexpr int kRegisterBytes = 64;
+  static_assert(Format{}.k_unit() == 4 && Format{}.v_interleave() == 4);
+  static constexpr int kKeyBytes = 64;
   static constexpr int kValueRegs = 2;
-  static constexpr int kValueGroupBytes = 4 * 32;
+  static constexpr int kRegsPerLoad = 1;
   static constexpr int kFewRows = 4;
+  static constexpr bool kValuesFinite = true;
   static constexpr bool kKeyScales = true;
   static constexpr bool kValueScales = true;
 
   explicit Int8Quads(const AttentionArgs& a)
-      : PlainCells(a, Format{a.query.size, a.out.size}.state_bytes()),
-        format{a.query.size, a.out.size},
-        value_offset(format.v_offset()) {
-    alignas(64) uint8_t order[128];
-    for (int i = 0; i < 128; ++i) {
-      order[i] = static_cast<uint8_t>(i / 4 + i % 4 * 32);
-    }
-    orders = {_mm512_load_si512(order), _mm512_load_si512(order + 64)};
-  }
+      : Int8Quads(a, Format{a.query.size, a.out.size}) {}
+  Int8Quads(const AttentionArgs& a, const Format& f)
+      : TiledCells(a, 1, f.state_bytes(), f.v_region(), f.v_bytes()), scales(f) {}
 
-  Tables tables() const { return orders; }
-
-  __attribute__((always_inline)) U load_key(const uint8_t* cell, int elem,
-                                            int count) const {
-    return masked_bytes(cell + elem, count);
-  }
+  VLLM_INLINE U load_keys(NoTables, const uint8_t* at) { return _mm512_loadu_si512(at); }
   VLLM_INLINE void expand_key(const Tables&, U raw, U (&units)[1]) {
     units[0] = _mm512_xor_si512(raw, _mm512_set1_epi8(-128));
   }
-  __attribute__((always_inline)) void load_values(const Tables& tables,
-                                                  const uint8_t* const* cells, int elem,
-                                                  int count, U (&r)[1][2]) const {
-    const int64_t offset = value_offset + elem;
-    const U low = both_halves(masked_half(cells[0] + offset, count),
-                              masked_half(cells[1] + offset, count));
-    const U high = both_halves(masked_half(cells[2] + offset, count),
-                               masked_half(cells[3] + offset, count));
-    r[0][0] = _mm512_permutex2var_epi8(low, tables.first, high);
-    r[0][1] = _mm512_permutex2var_epi8(low, tables.second, high);
+  template <int kRegs>
+  __attribute__((always_inline)) void load_values(NoTables, const ValueGroup& group,
+                                                  int elem, int count,
+                                                  U (&r)[1][kRegs]) const {
+#pragma GCC unroll 2
+    for (int i = 0; i < kRegs; ++i) r[0][i] = value_units(group.codes, elem, count, i);
   }
 
-  void load_numbers(const uint8_t* const* cells, int count, StateNumbers& n) const {
-    const int64_t k_scale = format.k_scale_offset();
-    const int64_t v_scale = format.v_scale_offset();
-    for (int i = 0; i < count; ++i) {
-      n.key_scale[i] = value_at<float>(cells[i] + k_scale);
-      n.value_scale[i] = value_at<float>(cells[i] + v_scale);
-    }
+  void load_numbers(const uint8_t* tile, const uint8_t*, uint32_t keep, int v,
+                    StateNumbers& n) const {
+    store(n.key_scale + v * kLanes, turns_of_floats(tile + scales.key, keep));
+    store(n.value_scale + v * kLanes, turns_of_floats(tile + scales.value, keep));
   }
 
   // Two parts of `units` units; then what undoes the 128 of keys, and the scale.
@@ -141,9 +127,11 @@ struct Int8Quads : PlainCells<Int8Units> {
   }
 
   // Two parts of weighed probabilities; returns what a whole number stands for.
-  float store_whole_probabilities(uint32_t* to, const float* p, int vectors) const {
-    F largest = set1(0.f);
-    for (int v = 0; v < vectors; ++v) largest = max(largest, load(p + v * kLanes));
+  template <int kCount>
+  VLLM_INLINE float store_whole_probabilities(uint32_t* to, const F (&p)[kCount]) {
+    F largest = p[0];
+#pragma GCC unroll 4
+    for (int v = 1; v < kCount; ++v) largest = max(largest, p[v]);
     const float most = reduce_max(largest);
     if (!(most > 0x1p-100f)) {  // nothing is seen; or NaN, which stays
       memset(to, 0, 2 * kTileStates);
@@ -152,8 +140,9 @@ struct Int8Quads : PlainCells<Int8Units> {
     const float step = most / ValueUnits::kMost;
     const F factor = set1(1.f / step);
     uint8_t* const bytes = reinterpret_cast<uint8_t*>(to);
-    for (int v = 0; v < vectors; ++v) {
-      const U whole = _mm512_cvtps_epi32(mul(load(p + v * kLanes), factor));
+#pragma GCC unroll 4
+    for (int v = 0; v < kCount; ++v) {
+      const U whole = _mm512_cvtps_epi32(mul(p[v], factor));
       const __m128i high = _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + v * kLanes), high);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + kTileStates + v * kLanes),
@@ -162,13 +151,13 @@ struct Int8Quads : PlainCells<Int8Units> {
     return step;
   }
 
-  Format format;
-  int64_t value_offset;
-  Tables orders;
+  ScalesAt<Format> scales;
 };
 
 struct Int4Pairs : PairCells<Nibbles<4>, Nibbles<4>> {
   using Base = PairCells<Nibbles<4>, Nibbles<4>>;
+  using Format = kv_formats::int4_per_token_head_tile16;
+  static_assert(Format{}.k_unit() == 4 && Format{}.v_interleave() == 2);
   static constexpr Centred<4> kCodes{};
   static constexpr bool kKeyScales = true;
   static constexpr bool kKeyBiases = true;
@@ -176,24 +165,31 @@ struct Int4Pairs : PairCells<Nibbles<4>, Nibbles<4>> {
   static constexpr bool kValueBiases = true;
 
   explicit Int4Pairs(const AttentionArgs& a)
-      : Base(a, Int4{a.query.size, a.out.size}.state_bytes(),
-             Int4{a.query.size, a.out.size}.v_offset(),
+      : Int4Pairs(a, Format{a.query.size, a.out.size}) {}
+  Int4Pairs(const AttentionArgs& a, const Format& f)
+      : Base(a, f.state_bytes(), f.v_region(), f.v_bytes(),
              {Nibbles<4>(kCodes.values, false), Nibbles<4>(kCodes.values, true)}),
-        format{a.query.size, a.out.size},
+        scales(f),
         key_signs(a.key_table),
         value_signs(a.value_table) {}
 
-  void load_numbers(const uint8_t* const* cells, int count, StateNumbers& n) const {
-    const int64_t k_scale = format.k_scale_offset();
-    const int64_t v_scale = format.v_scale_offset();
-    for (int i = 0; i < count; ++i) {
-      const ScaleWord key(cells[i] + k_scale);
-      const ScaleWord value(cells[i] + v_scale);
-      n.key_scale[i] = key.scale;
-      n.key_bias[i] = kCodes.kCentre - key.zero;
-      n.value_scale[i] = value.scale;
-      n.value_bias[i] = (kCodes.kCentre - value.zero) * value.scale;
-    }
+  // A scale without its zero point, and what that adds to a code.
+  VLLM_INLINE void parted(const uint8_t* at, uint32_t keep, F& scale, F& bias) {
+    const U words = as_units(turns_of_floats(at, keep));
+    const U zero = _mm512_and_si512(words, u_set1(kZeroPoint));
+    scale = as_float(_mm512_andnot_si512(u_set1(kZeroPoint), words));
+    bias = sub(set1(kCodes.kCentre), _mm512_cvtepi32_ps(zero));
+  }
+  void load_numbers(const uint8_t* tile, const uint8_t*, uint32_t keep, int v,
+                    StateNumbers& n) const {
+    F scale;
+    F bias;
+    parted(tile + scales.key, keep, scale, bias);
+    store(n.key_scale + v * kLanes, scale);
+    store(n.key_bias + v * kLanes, bias);
+    parted(tile + scales.value, keep, scale, bias);
+    store(n.value_scale + v * kLanes, scale);
+    store(n.value_bias + v * kLanes, mul(bias, scale));
   }
 
   void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) const {
@@ -208,13 +204,21 @@ struct Int4Pairs : PairCells<Nibbles<4>, Nibbles<4>> {
     rotate_back(to, head_size_v, value_signs);
   }
 
-  Int4 format;
+  ScalesAt<Format> scales;
   const float* key_signs;
   const float* value_signs;
 };
 #endif
 
-template <class Format, F (*kFloat)(Codes), uint32_t (*kCode)(float), int kLimit>
+template <class Tiles>
+TurnsOf scaled_turns(const PackedArgs& a) {
+  const Tiles f{a.size, a.size_v};
+  return {4, {VLLM_TURNS(f, k, 0), VLLM_TURNS(f, k_scale, 0), VLLM_TURNS(f, v, 0),
+              VLLM_TURNS(f, v_scale, 0)}};
+}
+
+template <class Format, class Tiles, F (*kFloat)(Codes), uint32_t (*kCode)(float),
+          int kLimit>
 struct Scaled {
   static PageRun page_run(const PackedArgs& a, const Pages& pages, int) {
     return cell_run(pages, Format{a.size, a.size_v}.state_bytes());
@@ -250,7 +254,8 @@ struct Scaled {
   }
 
   static constexpr PackedFormat format(const AttentionKernel* pairs) {
-    return {Rotation::kNone, page_run, 1, decode, encode, pairs};
+    return {Rotation::kNone,      page_run,            1,    decode, encode,
+            encode_cell<encode>, scaled_turns<Tiles>, pairs};
   }
 };
 
@@ -329,7 +334,9 @@ struct Rotated {
   }
 
   static constexpr PackedFormat format(const AttentionKernel* pairs) {
-    return {Rotation::kSigned, page_run, 1, decode, encode, pairs};
+    using Tiles = kv_formats::int4_per_token_head_tile16;
+    return {Rotation::kSigned,    page_run,            1,    decode, encode,
+            encode_cell<encode>, scaled_turns<Tiles>, pairs};
   }
 };
 
@@ -338,10 +345,13 @@ struct Rotated {
 const PackedFormat* packed_per_token_head(int32_t cell_format) {
   using Int8 = kv_formats::int8_per_token_head;
   using E4M3 = kv_formats::fp8_per_token_head;
+  using Int8Tiles = kv_formats::int8_per_token_head_tile16;
+  using E4M3Tiles = kv_formats::fp8_per_token_head_tile16;
   static constexpr PackedFormat int8_format =
-      Scaled<Int8, int8, int8_code, 127>::format(VLLM_PAIRS(Int8Quads));
+      Scaled<Int8, Int8Tiles, int8, int8_code, 127>::format(VLLM_PAIRS(Int8Quads));
   static constexpr PackedFormat e4m3_format =
-      Scaled<E4M3, e4m3, e4m3_code, 448>::format(VLLM_PAIRS(ScaledPairs<E4M3, E4M3Bytes>));
+      Scaled<E4M3, E4M3Tiles, e4m3, e4m3_code, 448>::format(
+          VLLM_PAIRS(ScaledPairs<E4M3Tiles, E4M3Bytes>));
   static constexpr PackedFormat int4_format = Rotated::format(VLLM_PAIRS(Int4Pairs));
   switch (cell_format) {
     case kCellsInt8PerTokenHead: return &int8_format;

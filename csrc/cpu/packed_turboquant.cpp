@@ -25,23 +25,22 @@ float value_zero(const uint8_t* cell, const Format& f) {
 }
 
 #if defined(__AVX512BF16__)
-VLLM_INLINE F halves_of(const uint8_t* const* cells, int64_t offset) {
-  alignas(32) uint16_t halves[kLanes];
-  for (int i = 0; i < kLanes; ++i) halves[i] = value_at<uint16_t>(cells[i] + offset);
-  return load_f16(halves, kLanes);
-}
-
 // value = code * step + smallest, with the codes' middle at 0
 template <class Format, int kBits>
-void load_value_numbers(const Format& f, const uint8_t* const* cells, int count,
-                        StateNumbers& n) {
-  for (int i = 0; i < count; i += kLanes) {
-    const F step = halves_of(cells + i, f.v_scale_offset());
-    const F zero = halves_of(cells + i, f.v_zero_offset());
-    store(n.value_scale + i, step);
-    store(n.value_bias + i, fma(step, set1(Centred<kBits>::kCentre), zero));
+struct ValueNumbers {
+  static_assert(Format{}.v_scale_unit() == 2 && Format{}.v_codes_interleave() == 2);
+  int64_t step_at;
+  int64_t zero_at;
+  explicit ValueNumbers(const Format& f)
+      : step_at(kTurns * f.v_scale_region()), zero_at(kTurns * f.v_zero_region()) {}
+
+  void load(const uint8_t* tile, uint32_t keep, int v, StateNumbers& n) const {
+    const F step = turns_of_halves(tile + step_at, keep);
+    const F zero = turns_of_halves(tile + zero_at, keep);
+    store(n.value_scale + v * kLanes, step);
+    store(n.value_bias + v * kLanes, fma(step, set1(Centred<kBits>::kCentre), zero));
   }
-}
+};
 
 template <class Format, int kBits>
 struct Fp8Keys : PairCells<Bytes<E4M3Bytes>, Nibbles<kBits>> {
@@ -51,16 +50,18 @@ struct Fp8Keys : PairCells<Bytes<E4M3Bytes>, Nibbles<kBits>> {
   static constexpr bool kValueBiases = true;
 
   explicit Fp8Keys(const AttentionArgs& a)
-      : Base(a, Format{a.query.size, a.out.size}.state_bytes(),
-             Format{a.query.size, a.out.size}.v_codes_offset(),
+      : Fp8Keys(a, Format{a.query.size, a.out.size}) {}
+  Fp8Keys(const AttentionArgs& a, const Format& f)
+      : Base(a, f.state_bytes(), f.v_codes_region(), f.v_codes_bytes(),
              {{}, Nibbles<kBits>(kCodes.values, true)}),
-        format{a.query.size, a.out.size} {}
+        numbers(f) {}
 
-  void load_numbers(const uint8_t* const* cells, int count, StateNumbers& n) const {
-    load_value_numbers<Format, kBits>(format, cells, count, n);
+  void load_numbers(const uint8_t* tile, const uint8_t*, uint32_t keep, int v,
+                    StateNumbers& n) const {
+    numbers.load(tile, keep, v, n);
   }
 
-  Format format;
+  ValueNumbers<Format, kBits> numbers;
 };
 
 template <int kBits>
@@ -81,26 +82,20 @@ struct CentroidKeys : PairCells<Nibbles<kKeyBits>, Nibbles<kValueBits>> {
   static constexpr bool kValueBiases = true;
 
   explicit CentroidKeys(const AttentionArgs& a)
-      : Base(a, Format{a.query.size, a.out.size}.state_bytes(),
-             Format{a.query.size, a.out.size}.v_codes_offset(),
+      : CentroidKeys(a, Format{a.query.size, a.out.size}) {}
+  CentroidKeys(const AttentionArgs& a, const Format& f)
+      : Base(a, f.state_bytes(), f.v_codes_region(), f.v_codes_bytes(),
              {Nibbles<kKeyBits>(Codebook<kKeyBits>(a.key_table).values, false),
               Nibbles<kValueBits>(kCodes.values, true)}),
-        format{a.query.size, a.out.size} {
-    // Past the head a raw unit holds zero codes, which have a length too.
-    const int padding = static_cast<int>(round_up(a.query.size, 8)) - a.query.size;
-    const uint32_t bits = Codebook<kKeyBits>(a.key_table).values[0] << 16;
-    float first;
-    memcpy(&first, &bits, sizeof first);
-    excess = static_cast<float>(padding) * first * first;
-  }
+        numbers(f),
+        norm_at(kTurns * f.k_norm_region()) {}
 
-  void load_numbers(const uint8_t* const* cells, int count, StateNumbers& n) const {
-    for (int i = 0; i < count; i += kLanes) {
-      const F square = sub(load(n.key_square + i), set1(excess - kCodebookEpsilon));
-      const F norm = halves_of(cells + i, format.k_norm_offset());
-      store(n.key_scale + i, div(norm, _mm512_sqrt_ps(square)));
-    }
-    load_value_numbers<Format, kValueBits>(format, cells, count, n);
+  void load_numbers(const uint8_t* tile, const uint8_t*, uint32_t keep, int v,
+                    StateNumbers& n) const {
+    const F square = add(load(n.key_square + v * kLanes), set1(kCodebookEpsilon));
+    const F norm = turns_of_halves(tile + norm_at, keep);
+    store(n.key_scale + v * kLanes, div(norm, _mm512_sqrt_ps(square)));
+    numbers.load(tile, keep, v, n);
   }
 
   void load_query(uint32_t* to, const Rows& query, int64_t from, int64_t units) const {
@@ -110,12 +105,12 @@ struct CentroidKeys : PairCells<Nibbles<kKeyBits>, Nibbles<kValueBits>> {
     pair_up<Base::kKeyExpand>(to, row, units);
   }
 
-  Format format;
-  float excess;
+  ValueNumbers<Format, kValueBits> numbers;
+  int64_t norm_at;
 };
 #endif
 
-template <class Format, int kKeyBits, int kValueBits>
+template <class Format, class Tiles, int kKeyBits, int kValueBits>
 struct Quantised {
   static PageRun page_run(const PackedArgs& a, const Pages& pages, int) {
     return cell_run(pages, Format{a.size, a.size_v}.state_bytes());
@@ -197,9 +192,20 @@ struct Quantised {
     memset(state.cell + end, 0, f.state_bytes() - end);
   }
 
+  static TurnsOf turns(const PackedArgs& a) {
+    const Tiles f{a.size, a.size_v};
+    TurnsOf all{0, {}};
+    all.fields[all.count++] = VLLM_TURNS(f, k_codes, 0);
+    if constexpr (kKeyBits != 8) all.fields[all.count++] = VLLM_TURNS(f, k_norm, 0);
+    all.fields[all.count++] = VLLM_TURNS(f, v_codes, 0);
+    all.fields[all.count++] = VLLM_TURNS(f, v_scale, 0);
+    all.fields[all.count++] = VLLM_TURNS(f, v_zero, 0);
+    return all;
+  }
+
   static constexpr PackedFormat format(const AttentionKernel* pairs) {
     constexpr Rotation kRotation = kKeyBits == 8 ? Rotation::kNone : Rotation::kKeysOnly;
-    return {kRotation, page_run, 1, decode, encode, pairs};
+    return {kRotation, page_run, 1, decode, encode, encode_cell<encode>, turns, pairs};
   }
 };
 
@@ -210,14 +216,18 @@ const PackedFormat* packed_turboquant(int32_t cell_format) {
   using K4V4 = kv_formats::turboquant_4bit_nc;
   using K3V4 = kv_formats::turboquant_k3v4_nc;
   using K3V3 = kv_formats::turboquant_3bit_nc;
+  using K8V4Tiles = kv_formats::turboquant_k8v4_tile16;
+  using K4V4Tiles = kv_formats::turboquant_4bit_nc_tile16;
+  using K3V4Tiles = kv_formats::turboquant_k3v4_nc_tile16;
+  using K3V3Tiles = kv_formats::turboquant_3bit_nc_tile16;
   static constexpr PackedFormat k8v4 =
-      Quantised<K8V4, 8, 4>::format(VLLM_PAIRS(Fp8Keys<K8V4, 4>));
-  static constexpr PackedFormat k4v4 =
-      Quantised<K4V4, 4, 4>::format(VLLM_PAIRS(CentroidKeys<K4V4, 4, 4>));
-  static constexpr PackedFormat k3v4 =
-      Quantised<K3V4, 3, 4>::format(VLLM_PAIRS(CentroidKeys<K3V4, 3, 4>));
-  static constexpr PackedFormat k3v3 =
-      Quantised<K3V3, 3, 3>::format(VLLM_PAIRS(CentroidKeys<K3V3, 3, 3>));
+      Quantised<K8V4, K8V4Tiles, 8, 4>::format(VLLM_PAIRS(Fp8Keys<K8V4Tiles, 4>));
+  static constexpr PackedFormat k4v4 = Quantised<K4V4, K4V4Tiles, 4, 4>::format(
+      VLLM_PAIRS(CentroidKeys<K4V4Tiles, 4, 4>));
+  static constexpr PackedFormat k3v4 = Quantised<K3V4, K3V4Tiles, 3, 4>::format(
+      VLLM_PAIRS(CentroidKeys<K3V4Tiles, 3, 4>));
+  static constexpr PackedFormat k3v3 = Quantised<K3V3, K3V3Tiles, 3, 3>::format(
+      VLLM_PAIRS(CentroidKeys<K3V3Tiles, 3, 3>));
   switch (cell_format) {
     case kCellsTurboQuantK8V4: return &k8v4;
     case kCellsTurboQuant4Bit: return &k4v4;

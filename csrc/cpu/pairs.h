@@ -2,9 +2,9 @@
 // VBMI and BF16 only.
 //
 // Every way starts from raw registers whose 32-bit lanes hold whole codes: of one state
-// (keys, after a transposition) or of neighbouring states (values, after interleaving).
-// A lane's codes come out of the lower and the upper half of it together, so a pair
-// holds codes that lie half a lane apart.
+// (keys) or of neighbouring states (values), as tiles of the cache hold them. A lane's
+// codes come out of the lower and the upper half of it together, so a pair holds codes
+// that lie half a lane apart.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -17,12 +17,19 @@ VLLM_INLINE U masked_bytes(const uint8_t* p, int count) {
   const __mmask64 keep = count >= 64 ? ~0ull : (1ull << count) - 1;
   return _mm512_maskz_loadu_epi8(keep, p);
 }
-VLLM_INLINE __m256i masked_half(const uint8_t* p, int count) {
-  const __mmask32 keep = count >= 32 ? ~0u : (1u << count) - 1;
-  return _mm256_maskz_loadu_epi8(keep, p);
+// Register i of a group's 32-bit units from element `elem` on, of `count`.
+VLLM_INLINE U value_units(const uint8_t* group, int elem, int count, int i) {
+  const uint8_t* const at = group + elem * 4 + i * 64;
+  if (count >= (i + 1) * kLanes) return _mm512_loadu_si512(at);
+  return masked_bytes(at, static_cast<int>(larger(count - i * kLanes, 0)) * 4);
 }
-VLLM_INLINE U both_halves(__m256i low, __m256i high) {
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+
+// Numbers that 16 states have one of, with those of unseen states as 0.
+VLLM_INLINE F turns_of_floats(const uint8_t* at, uint32_t keep) {
+  return _mm512_maskz_loadu_ps(static_cast<__mmask16>(keep), at);
+}
+VLLM_INLINE F turns_of_halves(const uint8_t* at, uint32_t keep) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(static_cast<__mmask16>(keep), at));
 }
 
 // Round to nearest even, for numbers that are neither NaN nor too large.
@@ -101,8 +108,9 @@ struct Bytes {
   static constexpr int kExpand = 2;
   static constexpr int kKeyBytes = 64;     // of a raw register of keys
   static constexpr int kValueDots = 2;
-  static constexpr int kValueRegs = 4;
-  static constexpr int kValueGroupBytes = 4 * 64;
+  static constexpr int kGroupBytes = 64;
+  static constexpr int kRegsPerLoad = 1;
+  static constexpr bool kInOrder = true;
 
   U low0, low1, high0, high1;
 
@@ -123,35 +131,22 @@ struct Bytes {
     r[1] = _mm512_ternarylogic_epi32(high, _mm512_srli_epi16(low, 8), mask, 0xdc);
   }
 
-  VLLM_INLINE U load_key(const uint8_t* codes, int elem, int count) {
-    return masked_bytes(codes + elem, count);
-  }
+  VLLM_INLINE U load_keys(const uint8_t* at) { return _mm512_loadu_si512(at); }
 
   // Four states' bytes side by side: units (0, 2) and (1, 3) of each element.
-  __attribute__((always_inline)) void values(const uint8_t* const* cells, int64_t offset,
-                                             int elem, int count, U (&r)[2][4]) const {
-    U x[4];
+  template <int kRegs>
+  __attribute__((always_inline)) void values(const uint8_t* group, int elem, int count,
+                                             U (&r)[2][kRegs]) const {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) x[i] = masked_bytes(cells[i] + offset + elem, count);
-    const U a = _mm512_unpacklo_epi8(x[0], x[1]);
-    const U b = _mm512_unpackhi_epi8(x[0], x[1]);
-    const U c = _mm512_unpacklo_epi8(x[2], x[3]);
-    const U d = _mm512_unpackhi_epi8(x[2], x[3]);
-    const U quads[4] = {_mm512_unpacklo_epi16(a, c), _mm512_unpackhi_epi16(a, c),
-                        _mm512_unpacklo_epi16(b, d), _mm512_unpackhi_epi16(b, d)};
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kRegs; ++i) {
       U pair[2];
-      expand(quads[i], pair);
+      expand(value_units(group, elem, count, i), pair);
       r[0][i] = pair[0];
       r[1][i] = pair[1];
     }
   }
 
-  // Where an element of a block of 64 lies in its sums.
-  VLLM_INLINE int place(int elem) {
-    return elem % 16 / 4 * 16 + elem / 16 * 4 + elem % 4;
-  }
+  VLLM_INLINE int place(int elem) { return elem; }
 
   // Probabilities of states (0, 2) and (1, 3) to a unit each.
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) {
@@ -169,27 +164,30 @@ struct Nibbles {
   static constexpr int kExpand = 4;
   static constexpr int kKeyBytes = 16 * kBits;
   static constexpr int kValueDots = 1;
-  static constexpr int kValueRegs = 4;
-  static constexpr int kHalfBytes = 8 * kBits;  // of 64 elements
-  static constexpr int kValueGroupBytes = 2 * kHalfBytes;
+  static constexpr int kGroupBytes = 16 * kBits;  // 64 elements of two states
+  static constexpr int kRegsPerLoad = 4;
+  static constexpr bool kInOrder = false;
 
   U table;
   U words;   // which bytes of a register make its words
   U shifts;
 
-  // `order`: the bytes of two states' words side by side, else of one state's in order.
-  Nibbles(const uint16_t (&values)[1 << kBits], bool interleaved) {
+  // `of_pairs`: words of two states side by side, who take turns of 8 codes of 3 bits;
+  // else words of one state.
+  Nibbles(const uint16_t (&values)[1 << kBits], bool of_pairs) {
     alignas(64) uint16_t entries[32];
     for (int i = 0; i < 32; ++i) entries[i] = values[i & ((1 << kBits) - 1)];
     table = _mm512_load_si512(entries);
     alignas(64) uint8_t order[64];
     alignas(64) uint16_t shift[32];
     for (int word = 0; word < 32; ++word) {
-      const int first = interleaved ? word / 2 * 4 * kBits : word * 4 * kBits;  // bit
-      const int byte = first / 8 + (interleaved ? word % 2 * 32 : 0);
-      order[2 * word] = static_cast<uint8_t>(byte);
-      order[2 * word + 1] = static_cast<uint8_t>(byte + 1);
-      shift[word] = static_cast<uint16_t>(first % 8);
+      // Without pairs a turn is a lane: words in order.
+      const int turn = of_pairs ? word / 4 * 2 + word % 2 : word / 2;
+      const int second = of_pairs ? word / 2 % 2 : word % 2;
+      const int bit = turn * 8 * kBits + second * 4 * kBits;
+      order[2 * word] = static_cast<uint8_t>(bit / 8);
+      order[2 * word + 1] = static_cast<uint8_t>(bit / 8 + 1);
+      shift[word] = static_cast<uint16_t>(bit % 8);
     }
     words = _mm512_load_si512(order);
     shifts = _mm512_load_si512(shift);
@@ -202,31 +200,30 @@ struct Nibbles {
     r[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 3 * kBits), table);
   }
 
-  static constexpr int bytes_of(int elems) { return (elems * kBits + 7) / 8; }
-
+  // 4-bit words lie as they are wanted.
   __attribute__((always_inline)) U to_words(U bytes) const {
-    const U x = _mm512_permutexvar_epi8(words, bytes);
-    return kBits == 3 ? _mm512_srlv_epi16(x, shifts) : x;
+    if constexpr (kBits == 4) return bytes;
+    return _mm512_srlv_epi16(_mm512_permutexvar_epi8(words, bytes), shifts);
   }
 
-  __attribute__((always_inline)) U load_key(const uint8_t* codes, int elem,
-                                            int count) const {
-    const U bytes = masked_bytes(codes + elem * kBits / 8, bytes_of(count));
-    return kBits == 3 ? to_words(bytes) : bytes;
+  __attribute__((always_inline)) U load_keys(const uint8_t* at) const {
+    if constexpr (kBits == 4) return _mm512_loadu_si512(at);
+    return to_words(masked_bytes(at, kKeyBytes));
   }
 
-  // Two states' words side by side, four elements of each.
-  __attribute__((always_inline)) U value_words(const uint8_t* first,
-                                               const uint8_t* second, int elem,
+  // Two states' words side by side, four elements of each: `count` from `elem` on.
+  __attribute__((always_inline)) U value_words(const uint8_t* group, int elem,
                                                int count) const {
-    const int offset = elem * kBits / 8;
-    const int bytes = count >= 64 ? kHalfBytes : bytes_of(count);
-    return to_words(both_halves(masked_half(first + offset, bytes),
-                                masked_half(second + offset, bytes)));
+    const uint8_t* const at = group + elem / 64 * kGroupBytes;
+    if (kBits == 4 && count >= 64) return _mm512_loadu_si512(at);
+    const int bytes = count >= 64 ? kGroupBytes : count * kBits / 4;
+    return to_words(masked_bytes(at, bytes));
   }
-  __attribute__((always_inline)) void values(const uint8_t* const* cells, int64_t offset,
-                                             int elem, int count, U (&r)[1][4]) const {
-    expand(value_words(cells[0] + offset, cells[1] + offset, elem, count), r[0]);
+  template <int kRegs>
+  __attribute__((always_inline)) void values(const uint8_t* group, int elem, int count,
+                                             U (&r)[1][kRegs]) const {
+    static_assert(kRegs == 4);
+    expand(value_words(group, elem, count), r[0]);
   }
 
   VLLM_INLINE int place(int elem) { return elem % 4 * 16 + elem / 4; }
@@ -250,45 +247,51 @@ struct Centred {
   }
 };
 
-// What formats of contiguous cells share, from how their two sides are coded.
+// What formats of one head slot share, from how their two sides are coded. Format: the
+// tiled table of kv_formats.h, with its codes' turns.
 template <class KeyCode, class ValueCode>
-struct PairCells : PlainCells<BFloat16Units> {
+struct PairCells : TiledCells<BFloat16Units> {
   struct Tables {
     KeyCode key;
     ValueCode value;
   };
+  static constexpr int kKeyBytes = KeyCode::kKeyBytes;
   static constexpr int kKeyExpand = KeyCode::kExpand;
-  static constexpr int kRegisterBytes = KeyCode::kKeyBytes;
   static constexpr int kValueDots = ValueCode::kValueDots;
-  static constexpr int kValueRegs = ValueCode::kValueRegs;
-  static constexpr int kValueGroupBytes = ValueCode::kValueGroupBytes;
-  static constexpr int kFewRows = 4;
-  static constexpr bool kFinishes = true;
+  static constexpr int kValueRegs = 4;
+  static constexpr int kGroupBytes = ValueCode::kGroupBytes;
+  static constexpr int kRegsPerLoad = ValueCode::kRegsPerLoad;
+  static constexpr bool kValuesInOrder = ValueCode::kInOrder;
+  static constexpr bool kValuesFinite = !ValueCode::kInOrder;  // table entries are
+  static constexpr int kFewRows = kValuesInOrder ? 8 : 4;
+  static constexpr bool kFinishes = !ValueCode::kInOrder;
 
-  PairCells(const AttentionArgs& a, int64_t bytes, int64_t offset, const Tables& codes)
-      : PlainCells(a, bytes),
-        value_offset(offset),
+  PairCells(const AttentionArgs& a, int64_t state_bytes, int64_t value_region,
+            int64_t bytes_of_value, const Tables& codes)
+      : TiledCells(a, 1, state_bytes, value_region, bytes_of_value),
         head_size(a.query.size),
         head_size_v(a.out.size),
         coded(codes) {}
 
   static int64_t finish_floats(const AttentionArgs& a) {
-    return round_up(a.out.size, 64) + round_up(a.query.size, 128);
+    return kFinishes ? round_up(a.out.size, 64) : 0;
   }
 
   Tables tables() const { return coded; }
 
-  __attribute__((always_inline)) U load_key(const uint8_t* cell, int elem,
-                                            int count) const {
-    return coded.key.load_key(cell, elem, count);
+  __attribute__((always_inline)) U load_keys(const Tables& tables,
+                                             const uint8_t* at) const {
+    return tables.key.load_keys(at);
   }
   VLLM_INLINE void expand_key(const Tables& tables, U raw, U (&units)[kKeyExpand]) {
     tables.key.expand(raw, units);
   }
-  __attribute__((always_inline)) void load_values(
-      const Tables& tables, const uint8_t* const* cells, int elem, int count,
-      U (&r)[kValueDots][kValueRegs]) const {
-    tables.value.values(cells, value_offset, elem, count, r);
+  template <int kRegs>
+  __attribute__((always_inline)) void load_values(const Tables& tables,
+                                                  const ValueGroup& group, int elem,
+                                                  int count,
+                                                  U (&r)[kValueDots][kRegs]) const {
+    tables.value.template values<kRegs>(group.codes, elem, count, r);
   }
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) {
     ValueCode::store_probabilities(to, p);
@@ -308,7 +311,6 @@ struct PairCells : PlainCells<BFloat16Units> {
 
   static constexpr int kMaxHead = 1024;
 
-  int64_t value_offset;
   int head_size;
   int head_size_v;
   Tables coded;

@@ -1,7 +1,7 @@
 // Brings cells to the second-level cache line by line, in address order, well before
 // they are read. Hardware follows a run of cells inside a page but not the block table,
-// and takes few requests at a time: the lines are asked for one by one between
-// multiplications.
+// and takes few requests at a time: the lines are asked for one by one, a quarter of
+// them during the softmax and the others between multiplications.
 #pragma once
 
 #include "cells.h"
@@ -29,11 +29,14 @@ class Prefetcher {
     int64_t state_bytes = 0;
     for (int i = 0; i < num_runs_; ++i) state_bytes += runs_[i].bytes;
     states_ahead_ = round_up(kBytesAhead / state_bytes, kTileStates);
+    tile_lines_ = state_bytes * kTileStates / kCacheLine;
   }
 
   // Starts on the tile that lies far enough ahead of the one read now: of this item, or
   // of the next where this one ends.
   void start_tile(int64_t tile) {
+    if (left_ > 0) take_one_by_one(static_cast<int>(left_));
+    left_ = tile_lines_;
     state_ = tile + states_ahead_;
     run_ = 0;
     const int64_t end = round_up(last_key(item_), kTileStates);
@@ -47,9 +50,11 @@ class Prefetcher {
     }
   }
 
-  // The first of the next `count` lines where they lie in one run: the caller asks for
-  // them. Elsewhere asks for them here, and gives the caller lines that are near anyway.
+  // The first of the tile's next `count` lines where they lie in one run: the caller asks
+  // for them. Elsewhere asks for them here, and gives the caller lines that are near.
   __attribute__((always_inline)) const uint8_t* take(int count) {
+    if (left_ <= 0) return near_;
+    left_ -= count;
     const uint8_t* const first = line_;
     const uint8_t* const after = first + count * step_;
     if (after <= run_end_) {
@@ -59,6 +64,8 @@ class Prefetcher {
     take_one_by_one(count);
     return near_;
   }
+
+  int64_t tile_lines() const { return tile_lines_; }
 
  private:
   static int64_t first_key(const WorkItem& w) {
@@ -121,6 +128,8 @@ class Prefetcher {
   const PageRun* const runs_;
   const int num_runs_;
   int64_t states_ahead_;
+  int64_t tile_lines_;         // of all states of a tile
+  int64_t left_ = 0;           // of them, not yet asked for
   const uint8_t* const near_;
   const uint8_t* line_;
   const uint8_t* run_end_;

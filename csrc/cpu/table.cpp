@@ -17,7 +17,7 @@ const AttentionKernel* attention(int32_t cell_format, int32_t query_dtype) {
 
 int32_t store(const StoreArgs& args) {
   if (args.cell_format >= kLatentFloat32) return store_latents(args);
-  return args.cell_format > kCellsBFloat16 ? store_packed(args) : store_cells(args);
+  return (args.cell_format & ~kTiled) > kCellsBFloat16 ? store_packed(args) : store_cells(args);
 }
 
 }  // namespace

@@ -11,11 +11,18 @@ import torch
 from tests.kernels.cpu_attention_cases import Options, visible, weigh
 from vllm.v1.attention.ops import cpu_cells, cpu_kernels
 from vllm.v1.kv_formats import KVFormat, KVScales, all_formats
+from vllm.v1.kv_formats.base import TILE16
 
 FORMATS = [
     fmt.name
     for fmt in all_formats()
     if fmt.mode.is_quantized and fmt.format_id in cpu_cells.NUMBERS
+]
+# Ids of the formats that the kernels read in tiles of 16 states, bfloat16 included.
+TILED = [
+    fmt.arranged(TILE16).format_id
+    for fmt in all_formats()
+    if cpu_cells.is_tiled(fmt) and not fmt.alias_of
 ]
 # Of the largest output. Queries of float32 are computed exactly up to rounding. For
 # bfloat16 the output is rounded, and AVX-512 rounds queries, codebooks and

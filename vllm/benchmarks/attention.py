@@ -22,6 +22,7 @@ from vllm.utils.mem_constants import MiB_bytes
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.attention.ops.cpu_cells import NUMBERS
 from vllm.v1.kv_formats import KVFormat, all_formats, by_name
+from vllm.v1.kv_formats.base import TILE16
 
 DTYPE = torch.bfloat16  # of queries
 BASE = "bfloat16"  # what the others are measured against
@@ -134,8 +135,10 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def measurable(name: str) -> KVFormat:
-    """The format of that name; ValueError where it has no kernel."""
+    """The format of that name as CPU_ATTN arranges it; ValueError without a kernel."""
     fmt = by_name(name)
+    if cpu_kernels.reads_tiles(fmt, DTYPE):
+        fmt = fmt.arranged(TILE16)
     if fmt.format_id not in NUMBERS:
         raise ValueError(
             f"KV cache format {name} has no CPU kernel to measure: expected one of "

@@ -50,7 +50,7 @@ def attention_layers(
                 layer_name=name,
                 backend=backend,
                 raw_spec=spec,
-                fmt=backend.arranged(fmt),
+                fmt=backend.arranged(fmt, dtype),
                 model_dtype=dtype,
             )
         )

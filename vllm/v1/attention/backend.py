@@ -120,9 +120,11 @@ class AttentionBackend(ABC):
         return spec
 
     @classmethod
-    def arranged(cls, fmt: KVFormat) -> KVFormat:
-        """The format as the kernels of this backend read and write it. Bytes per state
-        do not depend on it."""
+    def arranged(
+        cls, fmt: KVFormat, model_dtype: torch.dtype | None = None
+    ) -> KVFormat:
+        """The format as the kernels of this backend read and write it for a model of
+        that dtype, if one is known. Bytes per state do not depend on it."""
         return fmt.arranged(cls.kv_cache_arrangement)
 
     @staticmethod

@@ -53,9 +53,10 @@ def layer_format(layer: AttentionLayerBase, vllm_config: VllmConfig) -> KVFormat
     """The format of one attention layer, as its backend arranges it."""
     fmt = by_name(layer.kv_cache_dtype)
     model_config = vllm_config.model_config
-    if model_config is not None:
-        fmt = fmt.resolve(model_config.dtype)
-    return layer.get_attn_backend().arranged(fmt)
+    dtype = None if model_config is None else model_config.dtype
+    if dtype is not None:
+        fmt = fmt.resolve(dtype)
+    return layer.get_attn_backend().arranged(fmt, dtype)
 
 
 def get_kv_cache_specs(vllm_config: VllmConfig) -> dict[str, KVCacheSpec]:

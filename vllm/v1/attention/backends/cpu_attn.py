@@ -24,6 +24,7 @@ from vllm.v1.attention.ops import cpu_cells, cpu_kernels
 from vllm.v1.attention.ops.cpu_step import LayerArgs, layer_args
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_formats import KVFormat
+from vllm.v1.kv_formats.base import TILE16
 
 CPUAttentionMetadata = PagedAttentionMetadata
 CPUAttentionMetadataBuilder = AttentionMetadataBuilder
@@ -50,6 +51,14 @@ class CPUAttentionBackend(ReferenceAttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
         return [MultipleOf(16)]
+
+    @classmethod
+    def arranged(
+        cls, fmt: KVFormat, model_dtype: torch.dtype | None = None
+    ) -> KVFormat:
+        """Tiles of 16 states where there are kernels for them: bfloat16 on AVX-512."""
+        tiled = cpu_kernels.reads_tiles(fmt, model_dtype)
+        return fmt.arranged(TILE16) if tiled else super().arranged(fmt, model_dtype)
 
 
 class CPUAttentionBackendImpl(ReferenceAttentionImpl):
@@ -87,6 +96,12 @@ class CPUAttentionBackendImpl(ReferenceAttentionImpl):
         )
         # What the kernels read: known from the first cache on, None without kernels.
         self._served: dict[tuple[torch.dtype, int], KVFormat | None] = {}
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """The model's dtype decides how states are arranged."""
+        if self.attn_type == AttentionType.DECODER:
+            self.format = CPUAttentionBackend.arranged(self.format, act_dtype)
+            self._served.clear()
 
     def _served_format(self, kv_cache: torch.Tensor, size_v: int) -> KVFormat | None:
         if not self.uses_kernels:

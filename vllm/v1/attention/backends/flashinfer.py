@@ -105,11 +105,13 @@ class FlashInferBackend(OptionalBackend):
         return spec.packed(by_mode(mode)) if mine and not spec.is_packed else spec
 
     @classmethod
-    def arranged(cls, fmt: KVFormat) -> KVFormat:
+    def arranged(
+        cls, fmt: KVFormat, model_dtype: torch.dtype | None = None
+    ) -> KVFormat:
         """fa2 reads the V scales of NVFP4 state by state."""
         capability = current_platform.get_device_capability()
         linear = fmt.mode.is_nvfp4 and kernels_for(fmt, capability) is Kernels.FA2
-        return fmt.arranged(LINEAR) if linear else super().arranged(fmt)
+        return fmt.arranged(LINEAR) if linear else super().arranged(fmt, model_dtype)
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:

@@ -9,29 +9,38 @@ from functools import lru_cache
 import torch
 
 from vllm.v1.kv_formats import KVFormat, KVQuantMode
+from vllm.v1.kv_formats.base import DEFAULT_ARRANGEMENT, TILE16
 from vllm.v1.kv_formats.codebook import get_centroids, get_midpoints
 from vllm.v1.kv_formats.hadamard import rht_signs
 from vllm.v1.kv_formats.layout import Extent
 from vllm.v1.kv_formats.turboquant import TurboQuant
 
+_CELLS = {
+    "float32": 0,
+    "float16": 1,
+    "bfloat16": 2,
+    "fp8_e4m3": 3,
+    "fp8_e5m2": 4,
+    "int8_per_token_head": 5,
+    "fp8_per_token_head": 6,
+    "int4_per_token_head": 7,
+    "nvfp4": 8,
+    "nvfp4_4over6": 9,
+    "turboquant_k8v4": 10,
+    "turboquant_4bit_nc": 11,
+    "turboquant_k3v4_nc": 12,
+    "turboquant_3bit_nc": 13,
+}
+_TILED = 16  # added where states take turns
 # Format ids that hold a K and a V per head.
-NUMBERS = {
-    "float32:cells": 0,
-    "float16:cells": 1,
-    "bfloat16:cells": 2,
-    "fp8_e4m3:cells": 3,
-    "fp8_e5m2:cells": 4,
-    "int8_per_token_head:cells": 5,
-    "fp8_per_token_head:cells": 6,
-    "int4_per_token_head:cells": 7,
-    "nvfp4:cells": 8,
-    "nvfp4_4over6:cells": 9,
-    "turboquant_k8v4:cells": 10,
-    "turboquant_4bit_nc:cells": 11,
-    "turboquant_k3v4_nc:cells": 12,
-    "turboquant_3bit_nc:cells": 13,
+NUMBERS = {f"{name}:{DEFAULT_ARRANGEMENT}": number for name, number in _CELLS.items()}
+NUMBERS |= {
+    f"{name}:{TILE16}": _TILED + number
+    for name, number in _CELLS.items()
+    if name not in ("float32", "float16")
 }
 MAX_HEAD_SIZE = 1024
+TILED_HEAD_SIZES = 8  # tiles hold heads of multiples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,7 @@ class Cells:
 
     nbytes: of a (head slot, state) cell. `scaled`: the layer's per-tensor scales count.
     `whole_sides`: the head slots of a page must touch; then N is a multiple of 4.
+    `tiled`: the states of a head slot touch; N is a multiple of 16.
     Tables are float32 vectors or None.
     """
 
@@ -49,6 +59,7 @@ class Cells:
     sides: int
     scaled: bool
     whole_sides: bool
+    tiled: bool
     key_table: torch.Tensor | None
     value_table: torch.Tensor | None
     store_table: torch.Tensor | None
@@ -63,9 +74,19 @@ class Cells:
 
 
 def serves(fmt: KVFormat, head_size: int, head_size_v: int) -> bool:
-    """Whether there are kernels for the format's cells of these sizes."""
-    fits = 0 < head_size <= MAX_HEAD_SIZE and 0 < head_size_v <= MAX_HEAD_SIZE
-    return fits and fmt.format_id in NUMBERS
+    """Whether there are kernels for the format's states of these sizes."""
+    sizes = head_size, head_size_v
+    if not all(0 < size <= MAX_HEAD_SIZE for size in sizes):
+        return False
+    if fmt.arrangement == TILE16 and any(size % TILED_HEAD_SIZES for size in sizes):
+        return False
+    return fmt.format_id in NUMBERS
+
+
+def is_tiled(fmt: KVFormat) -> bool:
+    """Whether kernels know the format's arrangement "tile16", on some machine."""
+    tiled = TILE16 in fmt.arrangements
+    return tiled and fmt.arranged(TILE16).format_id in NUMBERS
 
 
 @lru_cache(maxsize=64)
@@ -86,6 +107,7 @@ def cells_of(fmt: KVFormat, head_size: int, head_size_v: int) -> Cells:
         sides=layout.num_sides,
         scaled=scaled,
         whole_sides=layout.extent is Extent.SIDE,
+        tiled=layout.extent is Extent.TILE,
         key_table=key,
         value_table=value,
         store_table=store,

@@ -13,10 +13,12 @@ import torch
 
 from vllm import envs
 from vllm.logger import init_logger
+from vllm.v1.attention.ops import cpu_cells
 from vllm.v1.attention.ops.cpu_cells import Cells, cells_of
 from vllm.v1.kv_formats import KVFormat, KVScales
 from vllm.v1.kv_formats.base import UNIT_SCALES
 from vllm.v1.kv_formats.dense import dense
+from vllm.v1.kv_formats.layout import TILE_STATES
 
 logger = init_logger(__name__)
 
@@ -178,6 +180,12 @@ def isa() -> str:
     """The instruction set in use: "avx512", "avx2" or "generic"; "" without kernels."""
     kernels = _load()
     return "" if isinstance(kernels, str) else kernels.isa
+
+
+def reads_tiles(fmt: KVFormat, dtype: torch.dtype | None) -> bool:
+    """Whether there are kernels for the format's "tile16" with queries of a dtype."""
+    fast = dtype is torch.bfloat16 and isa() == ISAS[0]
+    return fast and cpu_cells.is_tiled(fmt.resolve(dtype))
 
 
 def choose_isa(name: str | None) -> str:
@@ -420,6 +428,9 @@ def rows_of(name: str, tensor: torch.Tensor) -> Rows:
 
 def layer_pages(pages: torch.Tensor, cells: Cells, size: int, size_v: int) -> Pages:
     layer = pages_of(pages, cells.nbytes, f"{size} + {size_v} elements of {cells.name}")
+    if cells.tiled:
+        _check_tiles(pages, cells, layer, size, size_v)
+        layer.num_heads //= cells.sides
     if cells.whole_sides:
         states, width = layer.block_size, cells.nbytes
         dense_states = states % 4 == 0 and layer.state_stride == width
@@ -430,6 +441,23 @@ def layer_pages(pages: torch.Tensor, cells: Cells, size: int, size_v: int) -> Pa
             )
         layer.num_heads //= cells.sides
     return layer
+
+
+def _check_tiles(
+    pages: torch.Tensor, cells: Cells, layer: Pages, size: int, size_v: int
+) -> None:
+    states = layer.block_size
+    if states % TILE_STATES or (states > 1 and layer.state_stride != cells.nbytes):
+        raise ValueError(
+            f"pages of {cells.name} have strides {pages.stride()} and {states} "
+            f"states: expected a multiple of {TILE_STATES} states that touch"
+        )
+    step = cpu_cells.TILED_HEAD_SIZES
+    if size % step or size_v % step:
+        raise ValueError(
+            f"{cells.name} with head sizes {size} and {size_v}: the kernels take "
+            f"multiples of {step}"
+        )
 
 
 def pages_of(pages: torch.Tensor, cell_bytes: int, what: str) -> Pages:
