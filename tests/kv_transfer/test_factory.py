@@ -5,6 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from tests.v1.core.utils import full, make_kv_cache_config, make_vllm_config, window
 from vllm.config import KVTransferConfig, VllmConfig
@@ -102,6 +103,8 @@ def test_seven_methods_are_abstract_and_the_rest_has_defaults(module: str) -> No
     assert worker.role is KVConnectorRole.WORKER
     assert worker.requires_kv_delivery and not worker.has_connector_metadata()
     worker.register_kv_caches({})
+    worker.register_cross_layers_kv_cache(torch.empty(0), object)
+    assert not worker.prefer_cross_layer_blocks
     worker.set_host_xfer_buffer_ops(lambda *_: None)
     worker.handle_preemptions(KVConnectorMetadata())
     assert worker.get_finished(set()) == (None, None)

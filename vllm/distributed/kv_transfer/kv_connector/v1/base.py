@@ -132,6 +132,12 @@ class KVConnectorBase_V1(ABC):
         """Says whether groups may have local hits of different lengths."""
         return False
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Says whether the connector would rather have blocks of all layers in one run
+        of bytes. A wish: `register_kv_caches` is called in any case."""
+        return False
+
     # --- of the class -----------------------------------------------------------------
 
     @classmethod
@@ -193,6 +199,12 @@ class KVConnectorBase_V1(ABC):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:  # noqa: B027
         """Takes the caches by layer name: [num_blocks, H, N, C] in whole blocks and the
         spec's dtype, or a list of recurrent states [num_blocks, ...]."""
+
+    def register_cross_layers_kv_cache(  # noqa: B027
+        self, kv_cache: torch.Tensor, attn_backend: type[Any]
+    ) -> None:
+        """Takes one cache of all layers, [num_blocks, ...], from engines that have one;
+        this one registers layer by layer."""
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocksOp) -> None:  # noqa: B027
         """Takes what copies blocks between a device and a host buffer."""
