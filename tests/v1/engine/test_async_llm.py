@@ -1,9 +1,12 @@
 """Streams of requests: deltas, cancellation, continuations, failure, death."""
 
 import asyncio
+import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,3 +202,16 @@ def test_death_of_the_core_ends_every_stream(engine: AsyncLLM) -> None:
 
     assert all(isinstance(r, EngineDeadError) for r in asyncio.run(die()))
     assert engine.errored and not engine.is_running
+
+
+def test_a_tokenizer_that_is_missing_ends_the_core_too(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    args = AsyncEngineArgs(
+        model=tiny_model, tokenizer=str(tmp_path), kv_cache_memory_bytes="1MiB"
+    )
+    config = args.create_engine_config()
+    before = set(multiprocessing.active_children())
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path))):
+        AsyncLLM.from_vllm_config(config)
+    assert set(multiprocessing.active_children()) <= before

@@ -16,8 +16,8 @@ from vllm.model_executor.model_loader.base import BaseModelLoader
 from vllm.model_executor.models.utils import WeightInfo
 from vllm.transformers_utils.gguf import GGUFFile, GGUFTensor, open_gguf
 
-# Elements dequantised to float32 at once: 64 MiB.
-_CHUNK_ELEMENTS = 1 << 24
+# Elements dequantised to float32 at once: 16 MiB, which the package holds twice.
+_CHUNK_ELEMENTS = 1 << 22
 
 _TOP = {
     "token_embd": "model.embed_tokens",

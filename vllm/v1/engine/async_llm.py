@@ -6,6 +6,7 @@ Use it on one event loop. The end of the core ends every stream with EngineDeadE
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
@@ -51,10 +52,17 @@ class AsyncLLM:
         self.vllm_config = vllm_config
         self.log_stats = log_stats
         self.log_requests = log_requests
-        self.tokenizer = load_tokenizer(vllm_config.model_config)
-        client = EngineCoreClient.make_client(
-            vllm_config, executor_class, log_stats=True, asyncio_mode=True
-        )
+        # The core starts in another process: this one loads the tokenizer meanwhile.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            tokenizer = pool.submit(load_tokenizer, vllm_config.model_config)
+            client = EngineCoreClient.make_client(
+                vllm_config, executor_class, log_stats=True, asyncio_mode=True
+            )
+        try:
+            self.tokenizer = tokenizer.result()
+        except BaseException:
+            client.shutdown()
+            raise
         if not isinstance(client, AsyncMPClient):
             raise TypeError(f"expected an asynchronous client, got {type(client)}")
         self.engine_core = client
