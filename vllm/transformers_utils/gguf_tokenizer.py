@@ -5,9 +5,11 @@ scores) and the table of pre-tokenizers. Anything it does not know is refused: a
 tokenizer that is nearly right is worse than none.
 """
 
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
 from tokenizers.pre_tokenizers import (
     ByteLevel,
@@ -200,16 +202,20 @@ def _merges_by_score(
     """
     types = gguf.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     find = vocab.get
-    ranked = []
+    # Half a million triples: arrays take a tenth of the memory of tuples.
+    lefts, rights, ranks = array("i"), array("i"), array("d")
     for token, score, kind in zip(tokens, scores, types, strict=True):
         if kind != _NORMAL:
             continue
         for cut in range(1, len(token)):
             left = find(token[:cut])
             if left is not None and (right := find(token[cut:])) is not None:
-                ranked.append((-score, left, right))
-    ranked.sort()
-    return [(tokens[left], tokens[right]) for _, left, right in ranked]
+                lefts.append(left)
+                rights.append(right)
+                ranks.append(-score)
+    order = np.lexsort((rights, lefts, ranks))
+    halves = np.stack([lefts, rights], axis=1)[order]
+    return [(tokens[left], tokens[right]) for left, right in halves.tolist()]
 
 
 def _add_tokens(tokenizer: Tokenizer, gguf: GGUFFile, tokens: list[str]) -> None:
@@ -239,7 +245,9 @@ def _wrapped(
         if token_id is not None and 0 <= token_id < len(tokens):
             named[name] = tokens[token_id]
     wants_bos = gguf.get("tokenizer.ggml.add_bos_token", add_bos)
-    return PreTrainedTokenizerFast(
+    # The wrapper copies what it is given, by way of JSON. Nobody else has this one.
+    tokenizer.__deepcopy__ = lambda _: tokenizer
+    wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
         add_bos_token=bool(wants_bos) and "bos_token" in named,
@@ -247,6 +255,8 @@ def _wrapped(
         chat_template=_chat_template(gguf),
         **named,
     )
+    del tokenizer.__deepcopy__
+    return wrapped
 
 
 def _chat_template(gguf: GGUFFile) -> str | dict[str, str] | None:
