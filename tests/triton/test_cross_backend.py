@@ -27,13 +27,20 @@ from vllm.v1.attention.ops import (
     triton_paged,
     triton_store,
 )
-from vllm.v1.kv_formats import rearrange
+from vllm.v1.kv_formats import by_id, rearrange
+from vllm.v1.kv_formats.base import DEFAULT_ARRANGEMENT
 from vllm.v1.kv_formats.turboquant import TurboQuant
 
 pytestmark = needs_library
 
 SHARED = [name for name in cpu_cells.NUMBERS if name in FORMATS]
 LATENTS = [name for name in FORMATS if cpu_latent.serves(FORMATS[name], 576, 512)]
+# Ids of arrangements that Triton does not write.
+APART = [
+    name
+    for name in cpu_cells.NUMBERS
+    if name not in FORMATS and cpu_cells.serves(by_id(name), 64, 64)
+]
 REARRANGED = [
     (name, arrangement)
     for name in SHARED
@@ -124,6 +131,21 @@ def test_other_arrangements_are_the_same_fields(name: str, arrangement: str) -> 
     _, written = by_triton(arranged, slots, key, value)
     _, ours = blank(case)
     rearrange(source, written, case.fmt, ours, *case.sizes, case.dtype)
+    assert_same(case, ours, theirs)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_pages_that_only_the_cpu_arranges_convert_to_tritons(name: str) -> None:
+    source = by_id(name)
+    case = case_of(source.arranged(DEFAULT_ARRANGEMENT).format_id)
+    key, value = vectors(case, 6)
+    assert value is not None
+    slots = some_slots(case, 6)
+    _, ours = by_triton(case, slots, key, value)
+    _, apart = blank(case)
+    cpu_kernels.store(apart, slots, key.cpu(), value.cpu(), source, SCALES)
+    _, theirs = blank(case)
+    rearrange(source, apart, case.fmt, theirs, *case.sizes, case.dtype)
     assert_same(case, ours, theirs)
 
 

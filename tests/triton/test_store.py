@@ -36,7 +36,9 @@ FORMATS = {
     fmt.arranged(a).format_id: fmt.arranged(a)
     for fmt in all_formats()
     for a in fmt.arrangements
-    if triton_store.serves(fmt.arranged(a)) and fmt.resolve(torch.bfloat16) is fmt
+    if triton_store.serves(fmt.arranged(a))
+    and fmt.resolve(torch.bfloat16) is fmt
+    and not fmt.alias_of
 }
 MODULES = (
     triton_store_nvfp4,
