@@ -15,11 +15,7 @@ from vllm.testing.kv_connector.cases import (
 )
 from vllm.testing.kv_connector.interface import check_interface
 from vllm.testing.kv_connector.report import Report
-from vllm.testing.kv_connector.scenario import (
-    Subject,
-    check_bytes,
-    check_pressure,
-)
+from vllm.testing.kv_connector.scenario import Subject, check_bytes
 from vllm.testing.kv_connector.subjects import BUILT_IN
 
 SUBJECTS = list(BUILT_IN)
@@ -54,17 +50,9 @@ def grid(few: list[str], of: list[str] = SUBJECTS) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name, case", grid(few=["Example", "Offloading-disk"]))
+@pytest.mark.parametrize("name, case", grid(few=["Example"]))
 def test_bytes_come_back_as_they_were(name: str, case: Case, tmp_path: Path) -> None:
     conforms(check_bytes(case, the(name), tmp_path))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_pressure_and_aborts_lose_no_block(
-    name: str, kind: str, tmp_path: Path
-) -> None:
-    conforms(check_pressure(first_case(kind), the(name), tmp_path))
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
