@@ -7,6 +7,7 @@ objects per vocabulary entry (2 s for 49,152 tokens; this takes a few 10 ms).
 """
 
 import math
+import mmap
 import os
 import struct
 from dataclasses import dataclass
@@ -66,9 +67,10 @@ class GGUFFile:
             raise ValueError(
                 f"{self.path} is no GGUF file: it is shorter than a header"
             )
-        self._data = np.memmap(self.path, mode="r")
-        self._array = self._data.view(np.ndarray)  # its views are plain arrays
-        self._bytes = memoryview(self._data)
+        with open(self.path, "rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._array = np.frombuffer(self._map, dtype=np.uint8)
+        self._bytes = memoryview(self._map)
         self._at = 0
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
@@ -110,6 +112,12 @@ class GGUFFile:
         # Blocks know nothing of rows: longer ones mean fewer calls.
         values = dequantize(data.reshape(len(data) // together, -1), tensor.type)
         return values.reshape(len(data), columns)
+
+    def release(self) -> None:
+        """Takes what was read out of this process's memory; the system may keep it. It
+        comes back when it is read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def _read_header(self) -> None:
         if bytes(self._bytes[:4]) != MAGIC:

@@ -90,6 +90,7 @@ class GGUFCheckpoint:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._names.items():
             yield name, self._dequantized(tensor)
+            self._gguf.release()
 
     def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
         """The values in the model's dtype and shape, in Hugging Face's row order."""
