@@ -79,12 +79,12 @@ def _forced(
         forced[-1, token_ids[position]] = 1.0
         return forced
 
-    runner.prompt_logprobs._compute_logits = compute_logits
+    runner.prompt_logprobs.compute_logits = compute_logits
     runner._run_sampler = run_sampler
     try:
         yield
     finally:
-        runner.prompt_logprobs._compute_logits = prompt_logits
+        runner.prompt_logprobs.compute_logits = prompt_logits
         del runner._run_sampler  # the class's own method shows again
     run.logits = torch.cat(rows)
 
