@@ -156,6 +156,7 @@ def _attention(model: Any, attend: Any) -> Iterator[None]:
 
 MEAN_KL = 1e-5
 LARGEST_DIFFERENCE = 1e-2
+_MOST_TIES = 0.1 / 64  # of elements
 _ROWS = 64  # of logits at a time: 64 MiB with 262,144 words
 
 
@@ -200,8 +201,10 @@ def check_engine(
     logits = run.logits(token_ids)
     print(f"{run.flips} of {run.num_vectors} vectors at a tie")
     assert run.not_ties == 0
-    # float16 has the most ties: its steps are hardly larger than SAME.
-    assert run.flips <= 0.1 * run.num_vectors
+    # float16 has the most ties: its steps are hardly larger than SAME. The longer a
+    # vector, the likelier one of its elements lies at a tie.
+    elements = cold.states[0][0].shape[-1]
+    assert run.flips <= _MOST_TIES * elements * run.num_vectors
     check_logits("prefill", cold.logits[:-num_decoded], logits[:-num_decoded])
     check_logits("decode", cold.logits[-num_decoded:], logits[-num_decoded:])
 
