@@ -111,9 +111,11 @@ def tile_for(
     """
     wide = dot is torch.float32
     keys = max(16, min(64, (4096 if wide or looks_up else 8192) // widest))
-    rows = _MIN_ROWS if one_query or wide or widest > 256 else 64
-    rows = max(rows, next_power_of_2(shared))
-    warps = 8 if wide or rows * widest > 8192 else 4
+    rows = min(64, 4096 // widest) if looks_up else 64
+    if one_query or wide or widest > 256:
+        rows = _MIN_ROWS
+    rows = max(_MIN_ROWS, rows, next_power_of_2(shared))
+    warps = 8 if wide or rows * widest >= 8192 else 4
     return Tile(rows=rows, keys=keys, num_warps=warps)
 
 

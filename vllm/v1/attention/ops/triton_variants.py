@@ -16,6 +16,8 @@ from vllm.utils.import_utils import resolve
 SOURCES: tuple[str, ...] = (
     "vllm.v1.attention.ops.triton_blocks:variants",
     "vllm.v1.attention.ops.triton_store:variants",
+    "vllm.v1.attention.ops.triton_paged_variants:variants",
+    "vllm.v1.attention.ops.triton_latent_variants:variants",
 )
 
 
