@@ -162,7 +162,7 @@ def test_token_ids_are_returned_on_request(http: httpx.Client) -> None:
         ({"stop": [""]}, "stop"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 4}, "best_of"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"top_k": 2**70}, "top_k"),

@@ -170,7 +170,7 @@ def test_what_cannot_be_served_ends_in_one_line(
         ({"kv_cache_dtype": "fp9"}, ["fp9", "turboquant_4bit_nc"]),
         ({"attention_backend": "NOPE"}, ["NOPE", "CPU_ATTN"]),
         ({"tensor_parallel_size": 2}, ["tensor"]),
-        ({"max_num_seqs": 9999}, ["max_num_seqs"]),
+        ({"max_num_seqs": 9999, "max_num_batched_tokens": 600}, ["max_num_seqs"]),
         ({"quantization": "awq"}, ["awq", "gguf"]),
         ({"kv_cache_memory_bytes": "lots"}, ["lots", "4GiB"]),
         ({"device": "tpu"}, ["tpu", "cpu"]),

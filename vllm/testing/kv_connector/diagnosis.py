@@ -135,7 +135,7 @@ def _part_of_a_block(
 ) -> str | None:
     """A load that ends within a block, of a format whose states are torn apart."""
     rest = loaded.stop % states.block_size
-    if len(states.planes) == 1 or not rest or positions[0] < loaded.stop - rest:
+    if len(states.parts) == 1 or not rest or positions[0] < loaded.stop - rest:
         return None
     return (
         f"the load ends {rest} tokens into a block of {states.block_size}. The bytes "
