@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.keeper import Hold, Keepe
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Leases
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     RemotePrefill,
+    check_wishes,
     prompt_digest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.settings import NixlSettings
@@ -262,6 +264,51 @@ def test_parameters_come_back_as_they_were_sent(engine: Engine) -> None:
     assert RemotePrefill.from_params(params | {"remote_block_ids": [1, 2]}) == remote
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_port": -1},
+        {"remote_port": 99_999},
+        {"remote_port": "5600"},
+        {"remote_host": ""},
+        {"remote_host": "bad host\n"},
+        {"remote_block_ids": [[-2]]},
+        {"remote_block_ids": [[2**70]]},
+        {"remote_block_ids": "all"},
+        {"remote_num_tokens": 1.5},
+        {"remote_num_tokens": -1},
+        {"tp_size": 0},
+        {"remote_engine_id": None},
+        {"remote_prompt_hash": 3},
+    ],
+    ids=str,
+)
+def test_parameters_that_no_engine_sent_are_refused_by_name(
+    engine: Engine, change: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=next(iter(change))):
+        RemotePrefill.from_params(engine.remote("a").to_params() | change)
+
+
+def test_wishes_are_true_or_false() -> None:
+    check_wishes({"do_remote_prefill": True, "do_remote_decode": None})
+    with pytest.raises(ValueError, match="do_remote_decode 'maybe'"):
+        check_wishes({"do_remote_decode": "maybe"})
+
+
+def test_a_place_without_an_engine_does_not_harm_the_others(engine: Engine) -> None:
+    keeper = Keeper(answer_timeout_s=1.0)
+    good = engine.remote("good")
+    engine.leases.hold("good", num_readers=1)
+    bad = replace(good, request_id="bad", port=-1)
+    keeper.keep(bad)
+    wait_for(lambda: keeper.state(bad.key) is Hold.GONE)
+    keeper.keep(good)
+    wait_for(lambda: keeper.state(good.key) is Hold.HELD)
+    keeper.close()
+    assert not any(t.name == "kv-lease-keeper" for t in threading.enumerate())
+
+
 def test_a_prompt_is_named_by_what_its_states_depend_on() -> None:
     tokens = [1, 2, 3, 4]
     media = SimpleNamespace(identifier="m", mm_position=SimpleNamespace(offset=1))
@@ -307,7 +354,7 @@ def test_environment_names_the_side_channel(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_nixl_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "has_module", lambda name: False)
-    with pytest.raises(ValueError, match=r"pip install 'vllm\[nixl\]'"):
+    with pytest.raises(ValueError, match="pip install nixl-cu12"):
         agent.nixl_module()
 
 

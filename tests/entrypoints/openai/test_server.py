@@ -1,6 +1,7 @@
 """Everything around generation: models, keys, health, metrics, bad bodies, start-up."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -216,12 +217,16 @@ def test_stopping_bounds_the_time_of_running_requests(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     args = ["--kv-cache-memory-bytes", "8MiB", "--shutdown-timeout", "1"]
     with RemoteServer(str(tmp_path), args) as server:
-        body = {"prompt": [5], "max_tokens": 100, "ignore_eos": True, "stream": True}
+        body = {"prompt": [5], "max_tokens": 120, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             started = time.monotonic()
-            server.stop()
+            os.kill(server.process.pid, signal.SIGINT)
+            last = [line for line in lines if line][-1]
+        server.stop()
         assert time.monotonic() - started < 20
+        assert last == "data: [DONE]"  # ended, or ended with finish reason "abort"
 
 
 def test_an_unknown_axis_order_is_refused_before_loading(

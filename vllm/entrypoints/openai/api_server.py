@@ -43,6 +43,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
 
 logger = init_logger(__name__)
+
+# For streams that are ended with finish reason "abort" to say so.
+_LAST_WORDS_S = 2
 router = APIRouter()
 
 
@@ -283,7 +286,7 @@ async def _serve(app: FastAPI, sock: socket.socket, args: argparse.Namespace) ->
             ssl_certfile=args.ssl_certfile,
             ssl_ca_certs=args.ssl_ca_certs,
             timeout_keep_alive=5,
-            timeout_graceful_shutdown=args.shutdown_timeout,
+            timeout_graceful_shutdown=args.shutdown_timeout + _LAST_WORDS_S,
         )
     )
     task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -299,6 +302,7 @@ async def _serve(app: FastAPI, sock: socket.socket, args: argparse.Namespace) ->
             "stopping; running requests have %d s to end", args.shutdown_timeout
         )
         server.should_exit = True
+        loop.call_later(args.shutdown_timeout, app.state.context.engine.abort_all)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

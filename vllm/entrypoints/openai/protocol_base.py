@@ -15,17 +15,25 @@ def random_uuid() -> str:
     return uuid.uuid4().hex
 
 
-def _surrogate_in(value: Any, where: str) -> str | None:
-    """Where a body holds text that is not Unicode, such as "messages.0.content"."""
+_NO_UNICODE = "half of a surrogate pair: expected valid Unicode"
+_TOO_LARGE = "a whole number of more than 64 bits"
+
+
+def _fault_in(value: Any, where: str) -> tuple[str, str] | None:
+    """Where a body holds what no message between processes can, and what it is, such as
+    ("messages.0.content", "half of a surrogate pair")."""
     if isinstance(value, str):
-        return where if any("\ud800" <= char <= "\udfff" for char in value) else None
+        whole = not any("\ud800" <= char <= "\udfff" for char in value)
+        return None if whole else (where, _NO_UNICODE)
+    if isinstance(value, int):
+        return None if -(2**63) <= value < 2**64 else (where, _TOO_LARGE)
     if isinstance(value, dict):
         parts: Any = ((f"{where}.{k}".lstrip("."), v) for k, v in value.items())
     elif isinstance(value, list):
         parts = ((f"{where}.{i}", v) for i, v in enumerate(value))
     else:
         return None
-    return next((found for k, v in parts if (found := _surrogate_in(v, k))), None)
+    return next((found for k, v in parts if (found := _fault_in(v, k))), None)
 
 
 class OpenAIModel(BaseModel):
@@ -37,12 +45,10 @@ class OpenAIModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_unicode(cls, body: Any) -> Any:
-        if isinstance(body, dict) and (where := _surrogate_in(body, "")):
-            raise VLLMValidationError(
-                f"{where} holds half of a surrogate pair: expected valid Unicode",
-                parameter=where,
-            )
+    def _can_be_sent(cls, body: Any) -> Any:
+        if isinstance(body, dict) and (fault := _fault_in(body, "")):
+            where, what = fault
+            raise VLLMValidationError(f"{where} holds {what}", parameter=where)
         return body
 
     @model_validator(mode="after")

@@ -82,6 +82,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     trace_headers: dict[str, str] | None = None
     num_cached_tokens: int = 0
     num_external_computed_tokens: int = 0
+    #: The request was never begun, since it asks for what cannot be done.
+    refused: bool = False
 
     @property
     def finished(self) -> bool:

@@ -164,6 +164,10 @@ class AsyncLLM:
         ids = [request_id] if isinstance(request_id, str) else list(request_id)
         self._abort(ids)
 
+    def abort_all(self) -> None:
+        """Ends every request; their streams end with finish reason "abort"."""
+        self._abort(list(self.output_processor.request_states))
+
     def _abort(self, request_ids: Sequence[str]) -> None:
         stats = IterationStats()
         self._front.abort(request_ids, stats)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.import_utils import resolve_qualname
@@ -59,11 +60,15 @@ class EngineCore:
         self.log_stats = log_stats
         started = time.monotonic()
         _begin_auto_fit(vllm_config)
+        # What is refused by name is refused before weights are read.
+        transfer = vllm_config.kv_transfer_config
+        if transfer is not None and vllm_config.kv_transfer_is_on:
+            KVConnectorFactory.get_connector_class(transfer)
+        self.structured_output_manager = StructuredOutputManager(vllm_config)
         executor_class = executor_class or Executor.get_class(vllm_config)
         self.model_executor = executor_class(vllm_config)
         try:
             self.kv_cache_config = self._initialize_kv_caches()
-            self.structured_output_manager = StructuredOutputManager(vllm_config)
             self.scheduler = self._build_scheduler()
             self._exchange_handshakes()
         except BaseException:
@@ -161,6 +166,7 @@ class EngineCore:
                 [],
                 finish_reason=FinishReason.ERROR,
                 stop_reason=str(error) or type(error).__name__,
+                refused=isinstance(error, ValueError),
             )
         )
 

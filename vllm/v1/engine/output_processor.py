@@ -287,6 +287,10 @@ class OutputProcessor:
         result: OutputProcessorOutput,
     ) -> None:
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
+        if output.refused and state.queue is not None:
+            state.queue.put(VLLMValidationError(str(stop_reason)))
+            self._forget(state, FinishReason.ERROR, iteration_stats)
+            return
         if output.new_prompt_logprobs_tensors is not None:
             state.logprobs.update_prompt(output.new_prompt_logprobs_tensors)
         if state.is_prefilling and output.new_token_ids:

@@ -87,8 +87,7 @@ def nixl_module() -> str:
         if has_module(name):
             return name
     raise ValueError(
-        "NixlConnector needs the package nixl: pip install 'vllm[nixl]', or "
-        "nixl-cu12 or nixl-cu13 alone"
+        "NixlConnector needs the package nixl: pip install nixl-cu12 (or nixl-cu13)"
     )
 
 

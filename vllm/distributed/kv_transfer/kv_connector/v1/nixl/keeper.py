@@ -121,13 +121,29 @@ class Keeper:
         links: dict[Address, SideChannelLink] = {}
         asked: dict[tuple[Address, int], _Asked] = {}
         try:
-            while self._one_round(context, links, asked):
+            while self._goes_on(context, links, asked):
                 self._wake.wait(_BUSY_WAIT_S if asked else _IDLE_WAIT_S)
                 self._wake.clear()
         finally:
             for link in links.values():
                 link.close()
-            context.term()
+            context.destroy()
+
+    def _goes_on(
+        self,
+        context: zmq.Context[Any],
+        links: dict[Address, SideChannelLink],
+        asked: dict[tuple[Address, int], _Asked],
+    ) -> bool:
+        """One round. What fails in it concerns one engine; the others' pages are to be
+        kept all the same."""
+        try:
+            return self._one_round(context, links, asked)
+        except Exception:
+            logger.exception(
+                "KV pages: a round of renewals failed; the next one follows"
+            )
+            return True
 
     def _one_round(
         self,

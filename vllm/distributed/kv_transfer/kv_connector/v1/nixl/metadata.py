@@ -16,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Rows
 
 #: Stands for a block that a group does not keep.
 NO_BLOCK = -1
+_MOST = 2**31 - 1
+_WISHES = ("do_remote_prefill", "do_remote_decode", "do_remote_release")
 _DIGEST_BYTES = 16
 
 
@@ -79,17 +81,17 @@ class RemotePrefill:
         if groups and isinstance(groups[0], int):
             groups = [groups]  # of a single group
         for group in groups:
-            if not isinstance(group, list) or not all(type(i) is int for i in group):
+            if not isinstance(group, list) or not all(map(_is_block_id, group)):
                 raise _unfit("remote_block_ids", groups, "lists of block ids")
         return cls(
-            engine_id=_get(params, "remote_engine_id", str),
-            request_id=_get(params, "remote_request_id", str),
-            host=_get(params, "remote_host", str),
-            port=_get(params, "remote_port", int),
-            tp_size=_get(params, "tp_size", int),
-            num_tokens=_get(params, "remote_num_tokens", int),
+            engine_id=_text(params, "remote_engine_id"),
+            request_id=_text(params, "remote_request_id"),
+            host=_text(params, "remote_host"),
+            port=_whole(params, "remote_port", 1, 65535),
+            tp_size=_whole(params, "tp_size", 1, _MOST),
+            num_tokens=_whole(params, "remote_num_tokens", 0, _MOST),
             block_ids=tuple(tuple(group) for group in groups),
-            prompt_hash=params.get("remote_prompt_hash"),
+            prompt_hash=_optional_text(params, "remote_prompt_hash"),
         )
 
 
@@ -100,10 +102,42 @@ def _get(params: dict[str, Any], name: str, kind: type) -> Any:
     return value
 
 
+def check_wishes(params: dict[str, Any]) -> None:
+    """ValueError for a wish that is neither true nor false."""
+    for name in _WISHES:
+        if not isinstance(params.get(name, False), (bool, type(None))):
+            raise ValueError(
+                f"kv_transfer_params have {name} {params[name]!r}: expected true or "
+                "false"
+            )
+
+
+def _is_block_id(value: Any) -> bool:
+    return type(value) is int and NO_BLOCK <= value <= _MOST
+
+
+def _text(params: dict[str, Any], name: str) -> str:
+    value = _get(params, name, str)
+    if not value or not value.isprintable() or " " in value:
+        raise _unfit(name, value, "a name")
+    return value
+
+
+def _optional_text(params: dict[str, Any], name: str) -> str | None:
+    return None if params.get(name) is None else _get(params, name, str)
+
+
+def _whole(params: dict[str, Any], name: str, low: int, high: int) -> int:
+    value = _get(params, name, int)
+    if not low <= value <= high:
+        raise _unfit(name, value, f"from {low} to {high}")
+    return value
+
+
 def _unfit(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(
-        f"kv_transfer_params with do_remote_prefill have {name} {value!r}: expected "
-        f"{expected}, as the prefill engine answered"
+        f"kv_transfer_params have {name} {value!r}: expected {expected}, as the "
+        "prefill engine answered"
     )
 
 

@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
     RemotePrefill,
+    check_wishes,
     prompt_digest,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.settings import NixlSettings
@@ -166,6 +167,7 @@ class NixlConnectorScheduler:
     def on_new_request(self, request: Any) -> None:
         """ValueError for `kv_transfer_params` that no prefill engine has made."""
         params = request.kv_transfer_params or {}
+        check_wishes(params)
         self._warn_of_role(params)
         if params.get("do_remote_release") and self.settings.reads:
             self.keeper.release(RemotePrefill.from_params(params))

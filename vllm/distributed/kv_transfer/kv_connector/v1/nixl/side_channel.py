@@ -89,7 +89,7 @@ def address_of(host: str, port: int) -> str:
     """The ZeroMQ address of a host by name or number."""
     try:
         found = host if ":" in host else gethostbyname(host)
-    except gaierror as error:
+    except (gaierror, UnicodeError) as error:
         raise ValueError(f"host {host!r} is not known: {error}") from error
     return f"tcp://[{found}]:{port}" if ":" in found else f"tcp://{found}:{port}"
 
@@ -153,12 +153,16 @@ class SideChannelLink:
     """Asks one engine. Never blocks; belongs to one thread."""
 
     def __init__(self, context: zmq.Context[Any], host: str, port: int) -> None:
-        """ValueError for a host that is not known."""
+        """ValueError for a place where no engine can be."""
         address = address_of(host, port)
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = _LINGER_MS
         self._socket.ipv6 = "[" in address
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ValueError(f"{address} cannot be connected to: {error}") from error
         self._numbers = count()
 
     def ask(self, question: Question) -> int:
