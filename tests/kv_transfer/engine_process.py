@@ -6,6 +6,7 @@ import signal
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,6 +159,14 @@ class EngineProcess:
         os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
             self.process.join()
+        while number == signal.SIGSTOP and not self._stands_still():
+            time.sleep(0.001)
+
+    def _stands_still(self) -> bool:
+        """Says whether every thread is stopped: each stops at its own next chance."""
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        stats = [(thread / "stat").read_text() for thread in threads]
+        return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def __enter__(self) -> "EngineProcess":
         return self
