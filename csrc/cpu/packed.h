@@ -101,17 +101,18 @@ VLLM_INLINE void put_half(uint8_t* p, float x) {
   store_f16(p, set1(above < 65504.f ? above : 65504.f), 1);
 }
 
-// NaN as 0, and nothing past +-limit.
-VLLM_INLINE void make_finite(float* x, int count, float limit) {
-  for (int i = 0; i < count; ++i) {
-    const float above = x[i] > -limit ? x[i] : -limit;
-    const float inside = above < limit ? above : limit;
-    x[i] = x[i] == x[i] ? inside : 0.f;
-  }
-}
-
 VLLM_INLINE F magnitude(F x) {
   return (F)((Codes)x & 0x7fffffffu);
+}
+
+// NaN as 0, and nothing past +-limit; whole registers.
+VLLM_INLINE void make_finite(float* x, int count, float limit) {
+  for (int i = 0; i < count; i += kLanes) {
+    const F value = load(x + i);
+    const F inside = min(max(value, set1(-limit)), set1(limit));
+    const Codes is_number = (Codes)((Floats)value == (Floats)value);
+    store(x + i, (F)((Codes)inside & is_number));
+  }
 }
 
 // Rows are 0 past `count`.
@@ -139,14 +140,37 @@ VLLM_INLINE void range_of(const float* x, int count, float start, float& low,
   }
 }
 
+VLLM_INLINE float clipped(float x, float low, float high) {
+  const float above = x > low ? x : low;
+  return above < high ? above : high;
+}
+VLLM_INLINE F clipped(F x, float low, float high) {
+  return min(max(x, set1(low)), set1(high));
+}
+
 // Halves away from zero.
 VLLM_INLINE float round_away(float x) {
   return __builtin_copysignf(__builtin_truncf(__builtin_fabsf(x) + 0.5f), x);
 }
 
-VLLM_INLINE float clipped(float x, float low, float high) {
-  const float above = x > low ? x : low;
-  return above < high ? above : high;
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+
+// Towards zero, of |x| below 2^31.
+VLLM_INLINE Ints whole_of(F x) { return __builtin_convertvector((Floats)x, Ints); }
+
+// Halves away from zero, of |x| below 2^30.
+VLLM_INLINE Ints rounded_away(F x) {
+  const Codes sign = (Codes)x & 0x80000000u;
+  return whole_of(add(x, (F)((Codes)set1(0.5f) | sign)));
+}
+
+// The low bytes of the first `count` numbers.
+VLLM_INLINE void store_bytes(uint8_t* to, Ints x, int count) {
+#if defined(__AVX512BF16__)
+  _mm512_mask_cvtepi32_storeu_epi8(to, first_lanes(count), (U)x);
+#else
+  for (int i = 0; i < kLanes && i < count; ++i) to[i] = static_cast<uint8_t>(x[i]);
+#endif
 }
 
 // Sum by halving, in casts.tree_sum's order; overwrites x.

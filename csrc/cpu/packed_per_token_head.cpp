@@ -217,8 +217,8 @@ TurnsOf scaled_turns(const PackedArgs& a) {
               VLLM_TURNS(f, v_scale, 0)}};
 }
 
-template <class Format, class Tiles, F (*kFloat)(Codes), uint32_t (*kCode)(float),
-          int kLimit>
+template <class Format, class Tiles, F (*kFloat)(Codes),
+          void (*kCodes)(uint8_t*, const float*, int, float), int kLimit>
 struct Scaled {
   static PageRun page_run(const PackedArgs& a, const Pages& pages, int) {
     return cell_run(pages, Format{a.size, a.size_v}.state_bytes());
@@ -242,7 +242,7 @@ struct Scaled {
     const float wanted = largest_magnitude(x, size) / static_cast<float>(kLimit);
     const float scale = wanted > kMinScale ? wanted : kMinScale;
     const float factor = 1.f / scale;
-    for (int i = 0; i < size; ++i) to[i] = static_cast<uint8_t>(kCode(x[i] * factor));
+    kCodes(to, x, size, factor);
     put_at(scale_word, scale);
   }
   static void encode(const PackedArgs& a, const MutableState& state, float* key,
@@ -259,9 +259,15 @@ struct Scaled {
   }
 };
 
-VLLM_INLINE uint32_t int8_code(float x) {
-  return static_cast<uint32_t>(
-      static_cast<int32_t>(clipped(round_away(x), -128.f, 127.f)));
+VLLM_INLINE void int8_codes(uint8_t* to, const float* x, int size, float factor) {
+  for (int i = 0; i < size; i += kLanes) {
+    const F code = clipped(mul(load(x + i), set1(factor)), -128.f, 127.f);
+    store_bytes(to + i, rounded_away(code), size - i);
+  }
+}
+
+VLLM_INLINE void e4m3_codes(uint8_t* to, const float* x, int size, float factor) {
+  for (int i = 0; i < size; ++i) to[i] = static_cast<uint8_t>(e4m3_code(x[i] * factor));
 }
 
 struct Rotated {
@@ -314,10 +320,10 @@ struct Rotated {
     const float scale = wanted > kMinScale ? wanted : kMinScale;
     const float zero = clipped(round_away(-low / scale), 0.f, kMaxNibble);
     const float factor = 1.f / scale;
-    uint8_t codes[kMaxHead];
-    for (int i = 0; i < size; ++i) {
-      const float code = clipped(round_away(x[i] * factor + zero), 0.f, kMaxNibble);
-      codes[i] = static_cast<uint8_t>(static_cast<int32_t>(code));
+    alignas(64) uint8_t codes[kMaxHead];
+    for (int i = 0; i < size; i += kLanes) {
+      const F code = add(mul(load(x + i), set1(factor)), set1(zero));
+      store_bytes(codes + i, rounded_away(clipped(code, 0.f, kMaxNibble)), size - i);
     }
     pack_codes<4>(to, codes, size);
     uint32_t word;
@@ -348,9 +354,9 @@ const PackedFormat* packed_per_token_head(int32_t cell_format) {
   using Int8Tiles = kv_formats::int8_per_token_head_tile16;
   using E4M3Tiles = kv_formats::fp8_per_token_head_tile16;
   static constexpr PackedFormat int8_format =
-      Scaled<Int8, Int8Tiles, int8, int8_code, 127>::format(VLLM_PAIRS(Int8Quads));
+      Scaled<Int8, Int8Tiles, int8, int8_codes, 127>::format(VLLM_PAIRS(Int8Quads));
   static constexpr PackedFormat e4m3_format =
-      Scaled<E4M3, E4M3Tiles, e4m3, e4m3_code, 448>::format(
+      Scaled<E4M3, E4M3Tiles, e4m3, e4m3_codes, 448>::format(
           VLLM_PAIRS(ScaledPairs<E4M3Tiles, E4M3Bytes>));
   static constexpr PackedFormat int4_format = Rotated::format(VLLM_PAIRS(Int4Pairs));
   switch (cell_format) {

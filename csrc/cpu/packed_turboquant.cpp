@@ -154,7 +154,9 @@ struct Quantised {
       for (int i = 0; i < a.size; ++i) squares[i] = x[i] * x[i];
       const float norm = __builtin_sqrtf(tree_sum(squares, a.size));
       const float length = norm + kNormEpsilon;
-      for (int i = 0; i < a.size; ++i) x[i] = x[i] / length;
+      for (int i = 0; i < a.size; i += kLanes) {
+        store(x + i, div(load(x + i), set1(length)));
+      }
       rotate(x, a.size);
       uint8_t index[kMaxHead] = {};
       for (int bound = 0; bound < (1 << kKeyBits) - 1; ++bound) {
@@ -174,10 +176,10 @@ struct Quantised {
     range_of(x, a.size_v, x[0], low, high);
     const float wanted = (high - low) / kTop;
     const float step = wanted > kMinStep ? wanted : kMinStep;
-    uint8_t codes[kMaxHead];
-    for (int i = 0; i < a.size_v; ++i) {
-      const float code = clipped(__builtin_truncf((x[i] - low) / step + 0.5f), 0.f, kTop);
-      codes[i] = static_cast<uint8_t>(static_cast<int32_t>(code));
+    alignas(64) uint8_t codes[kMaxHead];
+    for (int i = 0; i < a.size_v; i += kLanes) {
+      const F code = add(div(sub(load(x + i), set1(low)), set1(step)), set1(0.5f));
+      store_bytes(codes + i, whole_of(clipped(code, 0.f, kTop)), a.size_v - i);
     }
     pack_codes<kValueBits>(cell + f.v_codes_offset(), codes, a.size_v);
     put_half(cell + f.v_scale_offset(), step);

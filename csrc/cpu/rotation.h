@@ -16,22 +16,42 @@ VLLM_INLINE void butterfly(float* low, float* high) {
   store(high, sub(a, b));
 }
 
-// Unnormalised; applied twice it multiplies by the block's size.
+typedef int32_t LaneInts __attribute__((vector_size(kLanes * 4)));
+typedef float LaneFloats __attribute__((vector_size(kLanes * 4)));
+
+// Butterflies of lanes that lie `step` apart, in one register.
+template <int kStep>
+VLLM_INLINE F within(F x) {
+  LaneInts partner;
+  LaneInts sign;
+  for (int i = 0; i < kLanes; ++i) {
+    partner[i] = i ^ kStep;
+    sign[i] = (i & kStep) != 0 ? INT32_MIN : 0;
+  }
+  const F other = (F)__builtin_shuffle((LaneFloats)x, partner);
+  return add(other, (F)((LaneInts)x ^ sign));
+}
+
+// Unnormalised; applied twice it multiplies by the block's size. Whole registers: what
+// lies past `size` is never mixed with the rest.
 static void hadamard(float* x, int size) {
   const int block = rotated_block(size);
-  for (int step = 1; step < block; step *= 2) {
+  for (int i = 0; i < size; i += kLanes) {
+    F r = load(x + i);
+    if (block > 1) r = within<1>(r);
+    if (block > 2) r = within<2>(r);
+    if constexpr (kLanes > 4) {
+      if (block > 4) r = within<4>(r);
+    }
+    if constexpr (kLanes > 8) {
+      if (block > 8) r = within<8>(r);
+    }
+    store(x + i, r);
+  }
+  for (int step = kLanes; step < block; step *= 2) {
     for (int begin = 0; begin < size; begin += 2 * step) {
       float* const low = x + begin;
-      if (step >= kLanes) {
-        for (int i = 0; i < step; i += kLanes) butterfly(low + i, low + step + i);
-        continue;
-      }
-      for (int i = 0; i < step; ++i) {
-        const float a = low[i];
-        const float b = low[step + i];
-        low[i] = a + b;
-        low[step + i] = a - b;
-      }
+      for (int i = 0; i < step; i += kLanes) butterfly(low + i, low + step + i);
     }
   }
 }
