@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "panels.h"
+#include "team.h"
 
 namespace vllm_cpu::VLLM_ISA {
 
@@ -103,6 +104,15 @@ int64_t num_items(const LinearArgs& a) {
 }
 
 template <class Steps>
+Stretch reads(const LinearArgs& a, int64_t begin, int64_t end) {
+  const Shape<Steps> s(a);
+  const int64_t panel = begin % s.panels;
+  const int64_t count = smaller(end - begin, s.panels - panel);
+  const int64_t units = s.steps * kPanel;
+  return {reinterpret_cast<const uint8_t*>(a.weight + panel * units), count * units * 4};
+}
+
+template <class Steps>
 int64_t scratch_bytes(const LinearArgs& a) {
   return Steps::kMaxRows * Shape<Steps>(a).row_words * 4;
 }
@@ -134,7 +144,7 @@ void gather(const LinearArgs& a, const int64_t* ids, float scale) {
 
 template <class Steps>
 constexpr LinearKernel kKernel = {scratch_bytes<Steps>, num_items<Steps>, run<Steps>,
-                                  gather<Steps>};
+                                  reads<Steps>, gather<Steps>};
 
 }  // namespace
 

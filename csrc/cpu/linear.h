@@ -7,6 +7,8 @@
 
 namespace vllm_cpu {
 
+struct Stretch;
+
 // A weight [outputs, inputs] is cut into panels of kPanel outputs. A panel is stored
 // step by step: of each output one 32-bit unit, a float or two bf16 that follow each
 // other in the row. What is missing to whole units and panels is 0.
@@ -31,6 +33,8 @@ struct LinearKernel {
   int64_t (*scratch_bytes)(const LinearArgs&);  // per thread
   int64_t (*num_items)(const LinearArgs&);
   void (*run)(const LinearArgs&, int64_t begin, int64_t end, void* scratch);
+  // The panels of items [begin, end), as far as they lie one after another.
+  Stretch (*reads)(const LinearArgs&, int64_t begin, int64_t end);
   // out [num_rows, inputs] = the rows `ids` of the weight, times `scale`.
   void (*gather)(const LinearArgs&, const int64_t* ids, float scale);
 };

@@ -58,7 +58,9 @@ class StepRunner : public PhaseRunner {
     }
     shared_.reset(static_cast<uint8_t*>(
         ::operator new(static_cast<size_t>(shared_bytes_ + 64))));
-    if (!run_phases(phases_, *this, threads_, scratch_bytes_)) return {kOutOfMemory, 0};
+    if (!run_phases(phases_, *this, threads_, scratch_bytes_, macs)) {
+      return {kOutOfMemory, 0};
+    }
     return {};
   }
 
@@ -66,6 +68,12 @@ class StepRunner : public PhaseRunner {
     if (phase.items >= 0) return phase.items;
     const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(ops_[phase.op].args);
     return kernels_.experts(a.dtype)->num_items(a, phase.part, shared());
+  }
+
+  Stretch reads(const Phase& phase, int64_t begin, int64_t end) const override {
+    if (ops_[phase.op].kind != kStepLinear) return {};
+    const LinearArgs& a = *static_cast<const LinearArgs*>(ops_[phase.op].args);
+    return kernels_.linear(a.dtype)->reads(a, begin, end);
   }
 
   void run(const Phase& phase, int64_t begin, int64_t end, void* scratch) override {

@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "runtime.h"
 
@@ -43,6 +44,83 @@ struct alignas(64) Span {
   }
 };
 
+// Asks for what a thread will read next, while it waits. A thread looks ahead no further
+// than a quarter of its second-level cache, and comes back to a stretch where it left it.
+class Ahead {
+ public:
+  void aim(const std::vector<Phase>& phases, const PhaseRunner& runner, size_t next,
+           int thread, int size) {
+    if (next <= phase_) return;
+    for (size_t i = next; i < phases.size(); ++i) {
+      const int64_t items = phases[i].items;
+      if (items <= 1) continue;
+      const Stretch stretch = runner.reads(phases[i], items * thread / size,
+                                           items * (thread + 1) / size);
+      if (stretch.bytes == 0) continue;
+      phase_ = i;
+      line_ = stretch.data;
+      end_ = line_ + std::min(stretch.bytes, kBytesAhead);
+      return;
+    }
+    phase_ = phases.size();
+    line_ = end_;
+  }
+
+  // False where everything has been asked for.
+  bool fetch() {
+    for (int i = 0; i < kLinesAtOnce; ++i, line_ += 64) {
+      if (line_ >= end_) return false;
+      __builtin_prefetch(line_, 0, 2);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kBytesAhead = 256 << 10;
+  static constexpr int kLinesAtOnce = 8;
+
+  size_t phase_ = 0;
+  const uint8_t* line_ = nullptr;
+  const uint8_t* end_ = nullptr;
+};
+
+int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// Whether a team pays. A thread whose core another program has holds up the others at
+// the end of every phase.
+class Crowding {
+ public:
+  bool leaves_room_for(int64_t macs) {
+    if (alone_left_ == 0 || macs > limit_) return true;
+    --alone_left_;
+    return false;
+  }
+
+  // What a team waited, all threads together, beyond spinning.
+  void note(int64_t macs, int64_t waited_ns, int64_t passed_ns) {
+    if (waited_ns * 4 < passed_ns) {
+      if (macs <= limit_) *this = {};
+      return;
+    }
+    if (++times_ < kTimes) return;
+    limit_ = 4 * macs;
+    alone_left_ = rest_;
+    rest_ = std::min(2 * rest_, kLongestRest);
+  }
+
+ private:
+  static constexpr int kTimes = 2;  // in a row
+  static constexpr int64_t kFirstRest = 8, kLongestRest = 256;  // runs of phases
+
+  int times_ = 0;
+  int64_t limit_ = INT64_MAX;
+  int64_t alone_left_ = 0;
+  int64_t rest_ = kFirstRest;
+};
+
 class Team {
  public:
   Team(const std::vector<Phase>& phases, PhaseRunner& runner, int most)
@@ -51,7 +129,8 @@ class Team {
   // One thread of `size`; without scratch nothing is done by anybody.
   void work(int thread, int size, void* scratch) {
     if (scratch == nullptr) failed_.store(true, std::memory_order_relaxed);
-    meet(size, scratch, 0);
+    Ahead ahead;
+    meet(thread, size, scratch, 0, ahead);
     for (;;) {
       const size_t now = current_;
       if (now >= phases_.size()) return;
@@ -63,15 +142,16 @@ class Team {
           runner_.run(phase, begin, end, scratch);
         }
       }
-      meet(size, scratch, now + 1);
+      meet(thread, size, scratch, now + 1, ahead);
     }
   }
 
   bool failed() const { return failed_.load(std::memory_order_relaxed); }
+  int64_t waited_ns() const { return waited_ns_.load(std::memory_order_relaxed); }
 
  private:
   // Waits for all; the last one prepares phase `next`.
-  void meet(int size, void* scratch, size_t next) {
+  void meet(int thread, int size, void* scratch, size_t next, Ahead& ahead) {
     const int64_t round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
       prepare(size, scratch, next);
@@ -79,13 +159,18 @@ class Team {
       round_.store(round + 1, std::memory_order_release);
       return;
     }
+    ahead.aim(phases_, runner_, next, thread, size);
     for (int spins = 0; round_.load(std::memory_order_acquire) == round;) {
-      if (++spins < kSpins) {
-        pause();
-      } else {
-        sched_yield();
-      }
+      if (ahead.fetch()) continue;
+      if (++spins == kSpins) return wait_long(round);
+      pause();
     }
+  }
+
+  void wait_long(int64_t round) {
+    const int64_t began = now_ns();
+    while (round_.load(std::memory_order_acquire) == round) sched_yield();
+    waited_ns_.fetch_add(now_ns() - began, std::memory_order_relaxed);
   }
 
   void prepare(int size, void* scratch, size_t next) {
@@ -109,6 +194,7 @@ class Team {
   size_t current_ = 0;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int64_t> round_{0};
+  std::atomic<int64_t> waited_ns_{0};
   std::atomic<bool> failed_{false};
 };
 
@@ -121,17 +207,20 @@ int threads_for(int64_t macs) {
 }
 
 bool run_phases(const std::vector<Phase>& phases, PhaseRunner& runner, int num_threads,
-                int64_t scratch_bytes) {
-  if (num_threads <= 1) {
+                int64_t scratch_bytes, int64_t macs) {
+  static thread_local Crowding crowding;
+  if (num_threads <= 1 || !crowding.leaves_room_for(macs)) {
     void* const scratch = thread_scratch(scratch_bytes);
     if (scratch == nullptr) return false;
     for (const Phase& phase : phases) runner.run(phase, 0, runner.count(phase), scratch);
     return true;
   }
   Team team(phases, runner, num_threads);
+  const int64_t began = now_ns();
 #pragma omp parallel num_threads(num_threads)
   // The runtime may give fewer threads than asked for.
   team.work(omp_get_thread_num(), omp_get_num_threads(), thread_scratch(scratch_bytes));
+  crowding.note(macs, team.waited_ns(), now_ns() - began);
   return !team.failed();
 }
 

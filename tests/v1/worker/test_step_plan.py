@@ -1,7 +1,10 @@
 """Planned steps compute what eager ones do: the same batch, both ways, step by step."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,30 +126,67 @@ def test_what_has_no_operation_runs_eager_and_says_why(folders) -> None:
             StepPlan(runner.model, torch.float32, 64, 8, runner.attn_groups)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
+def logits_by_threads(
+    llm: LLM, counts: tuple[int, ...], max_tokens: int, around: Any = None
+) -> dict[int, list[torch.Tensor]]:
+    """Of every step of the same prompts, first with one thread; `around` the others."""
+    runner, before = runner_of(llm), torch.get_num_threads()
+    found: dict[int, list[torch.Tensor]] = {}
+    inner = runner.plan.run
+
+    def noted(step: Any, wanted: Any) -> Any:
+        hidden, logits = inner(step, wanted)
+        found.setdefault(torch.get_num_threads(), []).append(logits.clone())
+        return hidden, logits
+
+    def run(count: int) -> None:
+        llm.reset_prefix_cache()
+        torch.set_num_threads(count)
+        greedy(llm, prompts(8), max_tokens)
+
+    runner.plan.run = noted
+    try:
+        run(1)
+        with around or nullcontext():
+            for count in counts:
+                run(count)
+    finally:
+        torch.set_num_threads(before)
+        del runner.plan.run
+    return found
+
+
+def assert_bits_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(expected) > 4
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
-def test_bits_do_not_depend_on_threads(folders, family: str, threads: int) -> None:
-    before = torch.get_num_threads()
+def test_bits_do_not_depend_on_threads(folders, family: str) -> None:
     with engine(folders[family], dtype="bfloat16") as llm:
-        runner, logits = runner_of(llm), {}
-        inner = runner.plan.run
+        found = logits_by_threads(llm, (2, 3), 6)
+    assert_bits_equal(found[2], found[1])
+    assert_bits_equal(found[3], found[1])
 
-        def noted(step: Any, wanted: Any) -> Any:
-            found = inner(step, wanted)
-            logits.setdefault(torch.get_num_threads(), []).append(found[1].clone())
-            return found
 
-        runner.plan.run = noted
-        try:
-            for count in (1, threads):
-                llm.reset_prefix_cache()
-                torch.set_num_threads(count)
-                greedy(llm, prompts(8), 6)
-        finally:
-            torch.set_num_threads(before)
-    assert len(logits[1]) > 4
-    for one, many in zip(logits[1], logits[threads], strict=True):
-        assert torch.equal(one, many)
+@contextmanager
+def every_core_taken() -> Iterator[None]:
+    spin = [sys.executable, "-c", "while True: pass"]
+    programs = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def test_bits_do_not_depend_on_programs_that_share_the_cores(folders) -> None:
+    """Teams that wait for a thread without a core leave steps to one thread."""
+    with engine(folders["qwen3"], dtype="bfloat16") as llm:
+        found = logits_by_threads(llm, (2,), 100, every_core_taken())
+    assert_bits_equal(found[2], found[1])
 
 
 @pytest.mark.parametrize("isa", ["avx2", "generic"])
