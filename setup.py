@@ -42,6 +42,7 @@ ISA_UNITS = (
     *("packed_turboquant.cpp", "product.cpp"),
     *("latent_fp8.cpp", "latent_per_token_head.cpp", "latent_ds_mla.cpp"),
     *("latent_store.cpp", "experts.cpp", "linear.cpp", "step_ops.cpp"),
+    "head_ops.cpp",
 )
 
 COMMON_FLAGS = (

@@ -84,6 +84,7 @@ class StepRunner : public PhaseRunner {
         return kernels_.linear(a.dtype)->run(a, begin, end, scratch);
       }
       case kStepAttend: return attend(op, phase, begin, end, scratch);
+      case kStepHeadLinear: return run_heads(op, begin, end, scratch);
       case kStepExperts: {
         const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
         return kernels_.experts(a.dtype)->run(a, phase.part, begin, end, shared(), scratch);
@@ -104,9 +105,10 @@ class StepRunner : public PhaseRunner {
       const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
       return rows_of(op) * a.top_k * a.hidden * a.intermediate * 3;
     }
-    if (op.kind != kStepLinear) return 0;
+    if (op.kind != kStepLinear && op.kind != kStepHeadLinear) return 0;
     const LinearArgs& a = *static_cast<const LinearArgs*>(op.args);
-    return rows_of(op) * a.inputs * a.outputs;
+    const int64_t heads = op.kind == kStepLinear ? 1 : op.heads;
+    return heads * rows_of(op) * a.inputs * a.outputs;
   }
 
   void* shared() const {
@@ -136,7 +138,8 @@ class StepRunner : public PhaseRunner {
         }
         add_rows_phase(i, static_cast<int64_t>(op.heads) * op.size);
         return {};
-      case kStepLinear: return prepare_linear(i);
+      case kStepLinear: return prepare_linear(i, 1);
+      case kStepHeadLinear: return prepare_linear(i, ops_[i].heads);
       case kStepStore: return prepare_store(i);
       case kStepAttend: return prepare_attention(i);
       case kStepExperts: return prepare_experts(i);
@@ -172,14 +175,17 @@ class StepRunner : public PhaseRunner {
     add_phase(i, (rows + each - 1) / each, 0, each);
   }
 
-  Failure prepare_linear(int32_t i) {
-    LinearArgs& a = *static_cast<LinearArgs*>(ops_[i].args);
-    const LinearKernel* const kernel = kernels_.linear(a.dtype);
+  // One weight, or one for each head: these differ in addresses only.
+  Failure prepare_linear(int32_t i, int32_t heads) {
+    LinearArgs* const args = static_cast<LinearArgs*>(ops_[i].args);
+    const LinearKernel* const kernel = kernels_.linear(args->dtype);
     if (kernel == nullptr) return {kUnsupported, i};
-    a.num_rows = static_cast<int32_t>(rows_of(ops_[i]));
-    if (a.num_rows == 0) return {};
-    need(kernel->scratch_bytes(a));
-    add_phase(i, kernel->num_items(a));
+    for (int32_t head = 0; head < heads; ++head) {
+      args[head].num_rows = static_cast<int32_t>(rows_of(ops_[i]));
+    }
+    if (args->num_rows == 0) return {};
+    need(kernel->scratch_bytes(*args));
+    add_phase(i, heads * kernel->num_items(*args));
     return {};
   }
 
@@ -250,6 +256,19 @@ class StepRunner : public PhaseRunner {
     }
   }
 
+  // Items of a head follow each other.
+  void run_heads(const StepOp& op, int64_t begin, int64_t end, void* scratch) const {
+    const LinearArgs* const args = static_cast<const LinearArgs*>(op.args);
+    const LinearKernel* const kernel = kernels_.linear(args->dtype);
+    const int64_t each = kernel->num_items(*args);
+    while (begin < end) {
+      const int64_t head = begin / each;
+      const int64_t last = std::min(end, (head + 1) * each);
+      kernel->run(args[head], begin - head * each, last - head * each, scratch);
+      begin = last;
+    }
+  }
+
   void run_rows(const StepOp& op, int64_t begin, int64_t end, void* scratch) const {
     if (begin >= end) return;
     if (op.kind == kStepStore) {
@@ -272,6 +291,8 @@ class StepRunner : public PhaseRunner {
               begin * a.out_stride * (a.dtype == kFloat32 ? 4 : 2);
       a.num_rows = static_cast<int32_t>(end - begin);
       kernels_.linear(a.dtype)->gather(a, in_.token_ids + begin, op.scale);
+    } else if (op.kind >= kStepHeadLinear) {
+      kernels_.head_rows(op, begin, end);
     } else {
       kernels_.step_rows(op, in_, begin, end);
     }
@@ -309,11 +330,14 @@ int64_t run_step(const StepOp* ops, int32_t num_ops, const StepInputs& in) {
 
 using namespace vllm_cpu;
 
-// Sizes of the structs of step.h, 16 bits each, so that other sources are noticed.
+// Sizes of the structs of step.h, 12 bits each, and the number of kinds, so that other
+// sources are noticed.
 VLLM_EXPORT int64_t vllm_cpu_step_abi() {
-  return static_cast<int64_t>(sizeof(StepOp)) | static_cast<int64_t>(sizeof(RouteArgs)) << 16 |
-         static_cast<int64_t>(sizeof(StepBatch)) << 32 |
-         static_cast<int64_t>(sizeof(StepInputs)) << 48;
+  const size_t sizes[] = {sizeof(StepOp), sizeof(RouteArgs), sizeof(StepBatch),
+                          sizeof(StepInputs), kStepKinds};
+  int64_t abi = 0;
+  for (int i = 0; i < 5; ++i) abi |= static_cast<int64_t>(sizes[i]) << 12 * i;
+  return abi;
 }
 
 // Runs a plan. 0, or a Status in the low 8 bits and the request, token or operation at

@@ -24,6 +24,11 @@ enum StepKind : int32_t {
   kStepPick,        // out = the rows of x whose logits are wanted
   kStepRoute,       // args: RouteArgs; from router logits x
   kStepExperts,     // args: ExpertsArgs
+  kStepHeadLinear,  // args: LinearArgs [heads]: every head has a weight of its own
+  kStepCopy,        // args: CopyArgs; heads of x into those of out
+  kStepHadamard,    // out = x, every `out_size` elements of a head turned; see mode
+  kStepWiden,       // out = x as float32
+  kStepKinds,       // how many there are
 };
 
 // What `mode` says.
@@ -34,6 +39,10 @@ enum NormMode : int32_t {
 enum RotateMode : int32_t {
   kRotateHalves = 0,  // element i with i + size / 2
   kRotatePairs = 1,   // 2i with 2i + 1
+};
+enum HadamardMode : int32_t {
+  kSignsFirst = 0,  // scale * hadamard(weight * x)
+  kSignsLast = 1,   // scale * weight * hadamard(x)
 };
 enum GateMode : int32_t { kGateSilu = 0, kGateGelu = 1, kGateGeluTanh = 2 };
 
@@ -54,7 +63,8 @@ struct StepOp {
   int32_t out_size;
   int64_t limit;       // of token ids or positions
   StepRows out, x, y, sum;
-  const void* weight;  // norms: float32 [size] or null; rotations: cos, sin per position
+  const void* weight;  // norms: float32 [size] or null; rotations: cos, sin per position;
+                       // Hadamard: float32 [out_size] of +-1
   int64_t weight_stride;
   float scale;
   float eps;
@@ -74,6 +84,12 @@ struct RouteArgs {
   int32_t scores_per_group;
   int32_t renormalize;
   float scale;
+};
+
+// Heads that lie apart, as parts of larger ones; out.size elements of each.
+struct CopyArgs {
+  Rows out;
+  Rows x;              // of out's type
 };
 
 // What one KV-cache group needs to know of the step.

@@ -74,6 +74,8 @@ struct KernelTable {
   const LinearKernel* (*linear)(int32_t dtype);
   // Rows [begin, end) of an element-wise operation.
   void (*step_rows)(const StepOp&, const StepInputs&, int64_t begin, int64_t end);
+  // The same of operations on heads, which know nothing of the step.
+  void (*head_rows)(const StepOp&, int64_t begin, int64_t end);
 };
 
 }  // namespace vllm_cpu

@@ -79,6 +79,14 @@ class RotaryEmbedding(nn.Module):
             return rotated
         return torch.cat([rotated, x[..., dim:]], -1)
 
+    def rotate_last(self, x: torch.Tensor, rows: RopeRows) -> torch.Tensor:
+        """x [T, heads, size], whose heads end in `rotary_dim` elements to rotate."""
+        kept = x.shape[-1] - self.rotary_dim
+        rotated = self.rotate(x[:, :, kept:], rows)
+        if isinstance(x, Slot):  # in place
+            return x
+        return torch.cat([x[:, :, :kept], rotated], -1)
+
     def emit(self, x: Slot) -> Slot:
         pairs = records.ROTATE_HALVES if self.is_neox_style else records.ROTATE_PAIRS
         return ops.rotate(x, self.cos_sin_cache, self.rotary_dim, pairs)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from vllm.config import VllmConfig
@@ -35,6 +34,7 @@ from vllm.model_executor.models.decoder import (
     GatedMLP,
 )
 from vllm.model_executor.models.utils import WeightInfo, WeightTarget
+from vllm.model_executor.step import Slot, head_ops
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -133,25 +133,26 @@ class MLASelfAttention(nn.Module):
         else:
             flat = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         query = flat.unflatten(-1, (self.num_heads, self.qk_head_dim))
-        nope, pe = query.split(
-            [self.qk_nope_head_dim, self.qk_head_dim - self.qk_nope_head_dim], dim=-1
-        )
-        query = torch.cat([nope, self.rotary_emb.rotate(pe, rope)], dim=-1)
+        query = self.rotary_emb.rotate_last(query, rope)
         latent = self.kv_a_proj_with_mqa(x)
         compressed = self.kv_a_layernorm(latent[:, : self.kv_lora_rank])
-        key = self.rotary_emb.rotate(latent[:, None, self.kv_lora_rank :], rope)
+        key = latent[:, self.kv_lora_rank :].unflatten(-1, (1, -1))
+        key = self.rotary_emb.rotate(key, rope)
         return self.o_proj(self.attn(query, compressed, key))
 
 
-class Gate(nn.Module):
+class Gate(ReplicatedLinear):
     """x [T, hidden] -> router logits [T, experts], in float32 whatever the model's
     dtype; `e_score_correction_bias` [experts] shifts the choice of experts."""
 
-    def __init__(self, config: Any, has_bias: bool) -> None:
-        super().__init__()
-        shape = (config.n_routed_experts, config.hidden_size)
-        self.weight = nn.Parameter(
-            torch.empty(shape, dtype=torch.float32), requires_grad=False
+    def __init__(self, config: Any, has_bias: bool, prefix: str) -> None:
+        super().__init__(
+            config.hidden_size,
+            config.n_routed_experts,
+            bias=False,
+            params_dtype=torch.float32,
+            prefix=prefix,
+            return_bias=False,
         )
         self.e_score_correction_bias: nn.Parameter | None = None
         if has_bias:
@@ -159,7 +160,10 @@ class Gate(nn.Module):
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x.float(), self.weight)
+        return super().forward(x.float())
+
+    def emit(self, x: Slot) -> Slot:
+        return super().emit(head_ops.widen(x))
 
 
 class DeepseekMoE(nn.Module):
@@ -175,7 +179,7 @@ class DeepseekMoE(nn.Module):
     ) -> None:
         super().__init__()
         self.routing = routing
-        self.gate = Gate(config, has_bias)
+        self.gate = Gate(config, has_bias, f"{prefix}.gate")
         self.experts = FusedMoE(
             config.n_routed_experts,
             config.hidden_size,

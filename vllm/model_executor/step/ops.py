@@ -69,7 +69,7 @@ def linear(x: Slot, weight: Any, bias: torch.Tensor | None, name: str) -> Slot:
     outputs, inputs = weight.shape
     if inputs != x.width:
         raise NotPlanned(f"{name} is given {x.width} of {inputs} inputs")
-    out = trace.slot(1, outputs, like=x)
+    out = trace.slot(1, outputs, like=x, dtype=x.dtype)
 
     def make() -> dict[str, Any]:
         args = weight.args(bias)
@@ -125,23 +125,22 @@ def rotate(x: Slot, table: torch.Tensor, rotary_dim: int, mode: int) -> Slot:
     """
     if table.dtype != x.dtype:
         raise NotPlanned(f"a table of rotations in {table.dtype}")
-    x.trace.emit(
-        records.ROTATE,
-        [x],
-        [x],
-        lambda: {
+
+    def make() -> dict[str, Any]:
+        rows = records.StepRows(x.trace.address(x), x.stride)
+        return {
             "mode": mode,
             "heads": x.heads,
-            "size": x.size,
+            "size": x.head_stride,  # heads may lie apart: their starts are rotated
             "out_size": rotary_dim,
             "limit": table.shape[0],
-            "out": x.rows(),
-            "x": x.rows(),
+            "out": rows,
+            "x": rows,
             "weight": table.data_ptr(),
             "weight_stride": table.stride(0),
-        },
-        keep=table,
-    )
+        }
+
+    x.trace.emit(records.ROTATE, [x], [x], make, keep=table)
     return x
 
 
@@ -234,19 +233,21 @@ def _group(trace: StepTrace, layer: str) -> int:
 
 
 def store(
-    layer: str, args: ctypes.Structure, key: Slot, value: Slot, keep: Any
+    layer: str, args: ctypes.Structure, key: Slot, value: Slot | None, keep: Any
 ) -> None:
-    """Key and value [tokens, heads, size] into the layer's cache: a StoreArgs without
-    rows and slots. `keep` lives as long as the plan."""
+    """Key and value [tokens, heads, size], or latents alone, into the layer's cache: a
+    StoreArgs without rows and slots. `keep` lives as long as the plan."""
     trace = key.trace
     group = _group(trace, layer)
 
     def make() -> dict[str, Any]:
-        _set_rows(args.key, key)
-        _set_rows(args.value, value)
+        set_rows(args.key, key)
+        set_rows(args.value, key if value is None else value)
+        if value is None:
+            args.value.size = 0
         return {"group": group, "size": key.size, "args": args}
 
-    trace.emit(records.STORE, [], [key, value], make, keep)
+    trace.emit(records.STORE, [], [key] if value is None else [key, value], make, keep)
 
 
 def attend(
@@ -258,8 +259,8 @@ def attend(
     heads = replace(trace.slot(query.heads, head_size_v), by_head=True)
 
     def make() -> dict[str, Any]:
-        _set_rows(args.query, query)
-        _set_rows(args.out, heads)
+        set_rows(args.query, query)
+        set_rows(args.out, heads)
         args.num_query_heads = query.heads
         return {"group": group, "size": query.size, "args": args}
 
@@ -267,8 +268,8 @@ def attend(
     return heads.flat()
 
 
-def _set_rows(rows: Any, slot: Slot) -> None:
+def set_rows(rows: Any, slot: Slot) -> None:
     """Fills the `Rows` of csrc/cpu/api.h."""
     rows.data = slot.trace.address(slot)
-    rows.token_stride, rows.head_stride = slot.stride, slot.size
+    rows.token_stride, rows.head_stride = slot.stride, slot.head_stride
     rows.dtype, rows.size = records.DTYPES[slot.dtype], slot.size

@@ -13,13 +13,15 @@ from vllm.v1.attention.ops import cpu_kernels
 
 # Kinds of operations, in the order of `StepKind`.
 EMBED, NORM, LINEAR, ROTATE, STORE, ATTEND, GATE, ADD, SOFT_CAP, PICK = range(10)
-ROUTE, EXPERTS = 10, 11
+ROUTE, EXPERTS, HEAD_LINEAR, COPY, HADAMARD, WIDEN = range(10, 16)
 KINDS = (
     *("embed", "norm", "linear", "rotate", "store", "attend", "gate", "add"),
-    *("soft cap", "pick", "route", "experts"),
+    *("soft cap", "pick", "route", "experts", "head linear", "copy", "hadamard"),
+    "widen",
 )
 NORM_ROUNDED, NORM_WHOLE = 0, 1
 ROTATE_HALVES, ROTATE_PAIRS = 0, 1
+SIGNS_FIRST, SIGNS_LAST = 0, 1
 GATE_SILU, GATE_GELU, GATE_GELU_TANH = 0, 1, 2
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 2}
@@ -72,6 +74,10 @@ class RouteArgs(ctypes.Structure):
     )
 
 
+class CopyArgs(ctypes.Structure):
+    _fields_ = (("out", cpu_kernels.Rows), ("x", cpu_kernels.Rows))
+
+
 class StepBatch(ctypes.Structure):
     _fields_ = (
         ("query_start_loc", ctypes.c_void_p),
@@ -112,7 +118,8 @@ def step_function() -> StepFunction | None:
         return None
     abi.restype = ctypes.c_int64
     structs = (StepOp, RouteArgs, StepBatch, StepInputs)
-    if abi() != sum(ctypes.sizeof(s) << 16 * i for i, s in enumerate(structs)):
+    sizes = [*(ctypes.sizeof(s) for s in structs), len(KINDS)]
+    if abi() != sum(size << 12 * i for i, size in enumerate(sizes)):
         return None
     function.argtypes = (
         ctypes.POINTER(StepOp),

@@ -61,8 +61,9 @@ class Slot(Traced):
     """Rows of activations, one per token: [tokens, heads * size], or with `by_head`
     [tokens, heads, size].
 
-    `start` is an element of the buffer's row. `wanted`: the rows are those whose logits
-    are wanted.
+    `start` is an element of the buffer's row. Heads touch, or lie `apart` elements from
+    each other as parts of larger ones. `wanted`: the rows are those whose logits are
+    wanted.
     """
 
     trace: StepTrace
@@ -73,6 +74,12 @@ class Slot(Traced):
     start: int = 0
     by_head: bool = False
     wanted: bool = False
+    apart: int | None = None
+
+    @property
+    def head_stride(self) -> int:
+        """Elements from head to head."""
+        return self.size if self.apart is None else self.apart
 
     @property
     def width(self) -> int:
@@ -97,10 +104,16 @@ class Slot(Traced):
         return replace(self, heads=heads, size=size, by_head=True)
 
     def flat(self) -> Slot:
+        self._check_touching()
         return replace(self, heads=1, size=self.width, by_head=False)
 
     def __getitem__(self, index: Any) -> Slot:
-        """[:, a:b]: some of the heads, or some of the elements of flat rows."""
+        """[:, a:b]: some of the heads, or some of the elements of flat rows.
+        [:, :, a:b]: some of every head's elements."""
+        if self.by_head and len(index) == 3 and index[:2] == (slice(None),) * 2:
+            first, last, _ = index[2].indices(self.size)
+            size, apart = last - first, self.head_stride
+            return replace(self, start=self.start + first, size=size, apart=apart)
         rows, columns = index
         count = self.heads if self.by_head else self.width
         if rows != slice(None) or not isinstance(columns, slice):
@@ -109,7 +122,7 @@ class Slot(Traced):
         if step != 1 or first >= last:
             raise NotPlanned(f"the view {index}")
         if self.by_head:
-            start = self.start + first * self.size
+            start = self.start + first * self.head_stride
             return replace(self, start=start, heads=last - first)
         return replace(self, start=self.start + first, heads=1, size=last - first)
 
@@ -135,7 +148,12 @@ class Slot(Traced):
 
     def rows(self) -> records.StepRows:
         """For the kernels; once memory is given out."""
+        self._check_touching()
         return records.StepRows(self.trace.address(self), self.stride)
+
+    def _check_touching(self) -> None:
+        if self.heads > 1 and self.head_stride != self.size:
+            raise NotPlanned(f"heads of {self.size} elements that lie apart")
 
 
 @dataclass(frozen=True)
@@ -196,6 +214,8 @@ class StepTrace:
         self.dtype = dtype
         self.max_tokens, self.max_wanted = max_tokens, max_wanted
         self.group_of = group_of
+        self.longest_query = max_tokens
+        self.copied_bytes = 0  # of weights that the plan holds besides the model
         self.ops: list[_Op] = []
         self.token_ids, self.positions = TokenIds(self), Positions(self)
         self._buffers: list[Buffer] = []
@@ -269,6 +289,10 @@ class StepTrace:
         for slot in (*reads, *writes):
             slot.buffer.last = now
         self._produced.update((id(slot.buffer), op) for slot in writes)
+
+    def limit_queries(self, tokens: int) -> None:
+        """Notes how many tokens of a request the operations take in one step."""
+        self.longest_query = min(self.longest_query, tokens)
 
     def scale(self, x: Slot, factor: float) -> None:
         """Multiplies freshly embedded rows."""

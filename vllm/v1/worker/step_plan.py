@@ -50,7 +50,12 @@ class StepPlan:
         self._ops = trace.finish([hidden, logits])
         self._hidden, self._logits = trace.tensor(hidden), trace.tensor(logits)
         self.trace = trace
+        self._longest_query = trace.longest_query
         self.num_ops = len(self._ops)
+
+    def serves(self, step: StepInputs) -> bool:
+        """Whether the operations take so many tokens of one request."""
+        return int(np.diff(step.query_start).max(initial=0)) <= self._longest_query
 
     def run(
         self, step: StepInputs, wanted: np.ndarray
@@ -106,8 +111,10 @@ def make_step_plan(
         logger.info("Steps run eager, without a plan: %s", reason)
         return None
     logger.info(
-        "Steps are planned: %d operations in one call, %s of buffers",
+        "Steps are planned: %d operations in one call, %s of buffers, %s of weights "
+        "packed once more",
         plan.num_ops,
         format_bytes(plan.trace.memory.numel()),
+        format_bytes(plan.trace.copied_bytes),
     )
     return plan

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention.kv_layer import (
     model_dtype_of,
 )
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.step import traces
+from vllm.model_executor.step import NotPlanned, Slot, head_ops, ops, records, traces
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.attention.backends.mla.common import (
     MLACommonBackend,
@@ -182,6 +182,29 @@ class MLAAttention(KVCacheLayer):
             output,
         )
         return output.view(tokens, -1)
+
+    def emit(self, q: Slot, kv_c_normed: Slot, k_pe: Slot) -> Slot:
+        """The absorbed form; longer queries than it pays for are left to eager steps.
+        Every head's parts of `kv_b_proj` are packed, and so kept a second time."""
+        args = self.impl.step_args(self, self.kv_cache, self.kv_lora_rank)
+        if args is None:
+            raise NotPlanned(f"{self.attn_backend.get_name()} has no kernel for it")
+        q.trace.limit_queries(self.impl.absorb_up_to)
+        if args.store is not None:
+            latent = head_ops.joined(kv_c_normed, k_pe)
+            ops.store(self.layer_name, args.store, latent, None, args)
+        nope, pe = q[:, :, : self.qk_nope_head_dim], q[:, :, self.qk_nope_head_dim :]
+        into = head_ops.HeadWeights(self.W_UK_T.transpose(1, 2))
+        query = head_ops.head_linear(nope, into, beside=pe)
+        if args.signs is not None:
+            head_ops.turn(query, args.signs, records.SIGNS_FIRST)
+        attended = ops.attend(
+            self.layer_name, args.attention, query, self.kv_lora_rank, args
+        ).unflatten(-1, (self.num_heads, self.kv_lora_rank))
+        if args.signs is not None:
+            head_ops.turn(attended, args.signs, records.SIGNS_LAST)
+        out_of = head_ops.HeadWeights(self.W_UV.transpose(1, 2))
+        return head_ops.head_linear(attended, out_of).flat()
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from vllm.v1.attention.ops.cpu_cells import cells_of
 from vllm.v1.attention.ops.cpu_kernels import (
     AttentionArgs,
     StoreArgs,
@@ -16,6 +17,7 @@ from vllm.v1.attention.ops.cpu_kernels import (
     available,
     check_batch,
     check_heads,
+    dense_format,
     library,
     pages_of,
     raise_for,
@@ -23,12 +25,20 @@ from vllm.v1.attention.ops.cpu_kernels import (
     store_dense,
     vector_at,
 )
+from vllm.v1.attention.ops.cpu_step import LayerArgs
 from vllm.v1.kv_formats import KVFormat
 from vllm.v1.kv_formats.hadamard import block_size, rht, rht_signs
 
 # Elements that the kernels take at once, of the latent and of its rotary part, and the
 # most there may be.
 _STEP, _MOST = 32, 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentArgs(LayerArgs):
+    """With `signs` [block], queries and sums are rotated before and after."""
+
+    signs: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +172,52 @@ def latent_attention(
     raise_for(library().attention(args))
     if latent.rotated:
         out.copy_(_unrotated(target, head_size))
+
+
+def latent_args(
+    pages: torch.Tensor,
+    fmt: KVFormat,
+    head_size: int,
+    scale: float,
+    k_scale: float,
+    sliding_window: int,
+    soft_cap: float,
+    *,
+    stores: bool,
+) -> LatentArgs:
+    """What the two functions above call kernels with, to be kept; `serves` says whether
+    there are any. Rows and batch are filled in step by step."""
+    latent = _LATENTS[fmt.format_id]
+    signs = _signs(head_size) if latent.rotated else None
+    dtype = latent.dense or torch.float32  # of no weight for what is not dense
+    cell_bytes = fmt.layout(head_size, 0, dtype).nbytes
+    layer = pages_of(pages, cell_bytes, f"{fmt.format_id} latents of {head_size}")
+    attention = AttentionArgs(
+        pages=layer,
+        cell_format=latent.number,
+        causal=1,
+        sliding_window=sliding_window,
+        scale=scale,
+        soft_cap=soft_cap,
+        k_scale=k_scale,
+        v_scale=1.0,
+    )
+    number = latent.number
+    if latent.dense is not None:
+        number = cells_of(dense_format(latent.dense), head_size, 0).number
+    store = StoreArgs(
+        pages=layer,
+        signs=None if signs is None else signs.data_ptr(),
+        cell_format=number,
+        k_scale=k_scale,
+        v_scale=1.0,
+    )
+    return LatentArgs(
+        store=store if stores else None,
+        attention=attention,
+        kept=(pages, signs),
+        signs=None if signs is None else signs[: block_size(head_size)],
+    )
 
 
 @lru_cache(maxsize=16)

@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.mla.reference import (
 )
 from vllm.v1.attention.backends.reference import RequestGroup
 from vllm.v1.attention.ops import cpu_latent
+from vllm.v1.attention.ops.cpu_latent import LatentArgs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_formats import all_formats, by_name
 
@@ -103,6 +104,24 @@ class CPUMLAImpl(MLAReferenceImpl):
             cpu_latent.store_latents(
                 pages, slot_mapping, key, fmt, layer._k_scale_float
             )
+
+    def step_args(
+        self, layer: MLALayer, kv_cache: torch.Tensor, size_v: int
+    ) -> LatentArgs | None:
+        """What a step plan calls the kernels with; None where they do not serve."""
+        fmt = self.format.resolve(kv_cache.dtype)
+        if not cpu_latent.serves(fmt, self.head_size, size_v):
+            return None
+        return cpu_latent.latent_args(
+            with_head_axis(kv_cache).view(torch.uint8),
+            fmt,
+            self.head_size,
+            self.scale,
+            layer._k_scale_float,
+            self.sliding_window or -1,
+            self.soft_cap,
+            stores=not self.shares_kv_cache,
+        )
 
     def _uses_kernels(
         self, kv_cache: torch.Tensor, metadata: PagedAttentionMetadata

@@ -1,0 +1,106 @@
+// Operations of a step on heads that may lie apart, row by row: copies, Hadamard
+// rotations, and rows as float32. They know nothing of the step.
+#include <string.h>
+
+#include "kernels.h"
+#include "step.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+namespace {
+
+constexpr int kMostTurned = 1024;  // elements of a block
+
+template <int kType>
+uint8_t* at(const StepRows& rows, int64_t row, int64_t element) {
+  return static_cast<uint8_t*>(rows.data) +
+         (row * rows.stride + element) * dtype_bytes(kType);
+}
+
+void copy_heads(const StepOp& op, int64_t row) {
+  const CopyArgs& a = *static_cast<const CopyArgs*>(op.args);
+  const int64_t bytes = dtype_bytes(a.out.dtype);
+  auto* const out = static_cast<uint8_t*>(a.out.data) + row * a.out.token_stride * bytes;
+  const auto* const x =
+      static_cast<const uint8_t*>(a.x.data) + row * a.x.token_stride * bytes;
+  for (int64_t head = 0; head < op.heads; ++head) {
+    memcpy(out + head * a.out.head_stride * bytes, x + head * a.x.head_stride * bytes,
+           a.out.size * bytes);
+  }
+}
+
+// The Sylvester matrix of `size` times x, in the order of kv_formats/hadamard.py.
+void hadamard(float* x, int size) {
+  for (int step = 1; step < size; step *= 2) {
+    for (int first = 0; first < size; first += 2 * step) {
+      float* const low = x + first;
+      float* const high = low + step;
+      for (int i = 0; i < step; ++i) {
+        const float sum = low[i] + high[i];
+        high[i] = low[i] - high[i];
+        low[i] = sum;
+      }
+    }
+  }
+}
+
+// Reads a block before it is written: x and out may be the same.
+template <int kType>
+void turn(const StepOp& op, int64_t row) {
+  const auto* const signs = static_cast<const float*>(op.weight);
+  const int block = op.out_size;
+  const int64_t elements = static_cast<int64_t>(op.heads) * op.size;
+  alignas(64) float x[kMostTurned];
+  for (int64_t first = 0; first < elements; first += block) {
+    for (int i = 0; i < block; i += kLanes) {
+      const int count = static_cast<int>(smaller(kLanes, block - i));
+      const F value = load_as_float<kType>(at<kType>(op.x, row, first + i), count);
+      store_from_float<kFloat32>(x + i, value, count);
+    }
+    if (op.mode == kSignsFirst) {
+      for (int i = 0; i < block; ++i) x[i] *= signs[i];
+    }
+    hadamard(x, block);
+    if (op.mode == kSignsLast) {
+      for (int i = 0; i < block; ++i) x[i] *= signs[i];
+    }
+    for (int i = 0; i < block; i += kLanes) {
+      const int count = static_cast<int>(smaller(kLanes, block - i));
+      const F value = mul(load_as_float<kFloat32>(x + i, count), set1(op.scale));
+      store_from_float<kType>(at<kType>(op.out, row, first + i), value, count);
+    }
+  }
+}
+
+template <int kType>
+void widen(const StepOp& op, int64_t row) {
+  for (int64_t i = 0; i < op.size; i += kLanes) {
+    const int count = static_cast<int>(smaller(kLanes, op.size - i));
+    const F x = load_as_float<kType>(at<kType>(op.x, row, i), count);
+    store_from_float<kFloat32>(at<kFloat32>(op.out, row, i), x, count);
+  }
+}
+
+template <int kType>
+void run_row(const StepOp& op, int64_t row) {
+  switch (op.kind) {
+    case kStepCopy: return copy_heads(op, row);
+    case kStepHadamard: return turn<kType>(op, row);
+    case kStepWiden: return widen<kType>(op, row);
+    default: return;
+  }
+}
+
+}  // namespace
+
+void head_rows(const StepOp& op, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    if (op.dtype == kFloat32) {
+      run_row<kFloat32>(op, row);
+    } else {
+      run_row<kBFloat16>(op, row);
+    }
+  }
+}
+
+}  // namespace vllm_cpu::VLLM_ISA

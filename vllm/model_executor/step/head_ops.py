@@ -1,0 +1,135 @@
+"""The operations on heads that may lie apart, and on rows of another type.
+
+Knows what `csrc/cpu/head_ops.cpp` wants. Refuses to know which layer asks.
+"""
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vllm.model_executor.layers.panel_weight import PANEL, LinearArgs, PanelWeight
+from vllm.model_executor.step import records
+from vllm.model_executor.step.ops import set_rows
+from vllm.model_executor.step.trace import NotPlanned, Slot
+from vllm.utils.math_utils import round_up
+
+_MOST_TURNED = 1024  # elements of a block: `kMostTurned`
+
+
+class HeadWeights:
+    """A weight [N, K] for every head, in panels, as `linear` of `panel_weight` has it.
+
+    weight: [heads, N, K], float32 or bfloat16; it is copied.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.heads, self.outputs, self.inputs = weight.shape
+        rows = round_up(self.outputs, PANEL)
+        padded = weight.new_zeros(self.heads, rows, self.inputs)
+        padded[:, : self.outputs] = weight
+        self._panels = PanelWeight(padded.flatten(0, 1))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._panels.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self._panels.data.nbytes
+
+    def args(self) -> ctypes.Array[LinearArgs]:
+        """Each head's arguments, without rows; valid as long as this."""
+        every = (LinearArgs * self.heads)()
+        for head in range(self.heads):
+            every[head] = self._panels.args(None)
+            every[head].weight += head * self.num_bytes // self.heads
+            every[head].outputs = self.outputs
+        return every
+
+
+def head_linear(x: Slot, weights: HeadWeights, beside: Slot | None = None) -> Slot:
+    """Every head [K] of x times its own weight: [N], followed by the head of `beside`.
+
+    x [tokens, heads, K], heads touching or not -> [tokens, heads, N + beside's size].
+    """
+    trace, heads = x.trace, weights.heads
+    if (heads, weights.inputs, weights.dtype) != (x.heads, x.size, x.dtype):
+        raise NotPlanned(f"{x.heads} heads of {x.size} elements times other weights")
+    more = 0 if beside is None else beside.size
+    whole = replace(trace.slot(heads, weights.outputs + more), by_head=True)
+    out = whole[:, :, : weights.outputs]
+
+    def make() -> dict[str, Any]:
+        args, size = weights.args(), x.dtype.itemsize
+        for head in range(heads):
+            args[head].out = trace.address(out) + head * out.head_stride * size
+            args[head].x = trace.address(x) + head * x.head_stride * size
+            args[head].out_stride, args[head].x_stride = out.stride, x.stride
+        return {"heads": heads, "size": weights.outputs, "args": args}
+
+    trace.copied_bytes += weights.num_bytes
+    trace.emit(records.HEAD_LINEAR, [out], [x], make, keep=weights)
+    if beside is not None:
+        _copy(beside, whole[:, :, weights.outputs :])
+    return whole
+
+
+def joined(x: Slot, y: Slot) -> Slot:
+    """The elements of x, then those of y: one head [tokens, 1, both]."""
+    trace = x.trace
+    whole = replace(trace.slot(1, x.width + y.width), by_head=True)
+    _copy(x.flat(), whole.flat()[:, : x.width])
+    _copy(y.flat(), whole.flat()[:, x.width :])
+    return whole
+
+
+def _copy(x: Slot, out: Slot) -> None:
+    def make() -> dict[str, Any]:
+        args = records.CopyArgs()
+        set_rows(args.out, out)
+        set_rows(args.x, x)
+        return {"heads": out.heads, "size": out.size, "args": args}
+
+    if (x.heads, x.size, x.dtype) != (out.heads, out.size, out.dtype):
+        raise NotPlanned(f"a copy of {x.shape} in {x.dtype} to {out.shape}")
+    x.trace.emit(records.COPY, [out], [x], make)
+
+
+def turn(x: Slot, signs: torch.Tensor, mode: int) -> Slot:
+    """Heads rotated in place, block by block: times `signs`, float32 [block], and the
+    Hadamard matrix over its size; `mode` is SIGNS_FIRST or SIGNS_LAST."""
+    block = len(signs)
+    if x.size % block or block > _MOST_TURNED:
+        raise NotPlanned(f"a rotation of {block} of {x.size} elements")
+
+    def make() -> dict[str, Any]:
+        return {
+            "mode": mode,
+            "heads": x.heads,
+            "size": x.size,
+            "out_size": block,
+            "out": x.rows(),
+            "x": x.rows(),
+            "weight": signs.data_ptr(),
+            "scale": 1.0 / block,
+        }
+
+    x.trace.emit(records.HADAMARD, [x], [x], make, keep=signs)
+    return x
+
+
+def widen(x: Slot) -> Slot:
+    """Rows as float32."""
+    if x.dtype is torch.float32:
+        return x
+    trace = x.trace
+    out = trace.slot(1, x.width, like=x, dtype=torch.float32)
+    trace.emit(
+        records.WIDEN,
+        [out],
+        [x],
+        lambda: {"size": x.width, "out": out.rows(), "x": x.rows()},
+    )
+    return out
