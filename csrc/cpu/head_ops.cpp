@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "rotation.h"
 #include "step.h"
 
 namespace vllm_cpu::VLLM_ISA {
@@ -26,21 +27,6 @@ void copy_heads(const StepOp& op, int64_t row) {
   for (int64_t head = 0; head < op.heads; ++head) {
     memcpy(out + head * a.out.head_stride * bytes, x + head * a.x.head_stride * bytes,
            a.out.size * bytes);
-  }
-}
-
-// The Sylvester matrix of `size` times x, in the order of kv_formats/hadamard.py.
-void hadamard(float* x, int size) {
-  for (int step = 1; step < size; step *= 2) {
-    for (int first = 0; first < size; first += 2 * step) {
-      float* const low = x + first;
-      float* const high = low + step;
-      for (int i = 0; i < step; ++i) {
-        const float sum = low[i] + high[i];
-        high[i] = low[i] - high[i];
-        low[i] = sum;
-      }
-    }
   }
 }
 

@@ -55,7 +55,10 @@ class StepPlan:
 
     def serves(self, step: StepInputs) -> bool:
         """Whether the operations take so many tokens of one request."""
-        return int(np.diff(step.query_start).max(initial=0)) <= self._longest_query
+        longest = self._longest_query
+        if step.num_tokens <= longest:
+            return True
+        return int(np.diff(step.query_start).max()) <= longest
 
     def run(
         self, step: StepInputs, wanted: np.ndarray
