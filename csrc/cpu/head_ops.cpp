@@ -1,5 +1,5 @@
-// Operations of a step on heads that may lie apart, row by row: copies, Hadamard
-// rotations, and rows as float32. They know nothing of the step.
+// Operations of a step on the heads of rows, row by row: copies of heads that lie apart,
+// Hadamard rotations, scales, sums, and rows as float32.
 #include <string.h>
 
 #include "kernels.h"
@@ -67,24 +67,67 @@ void widen(const StepOp& op, int64_t row) {
   }
 }
 
+// out = x * factor, rounded once.
 template <int kType>
-void run_row(const StepOp& op, int64_t row) {
+void scale(uint8_t* out, const uint8_t* x, int64_t size, float factor) {
+  constexpr int kBytes = dtype_bytes(kType);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const int count = static_cast<int>(smaller(kLanes, size - i));
+    const F value = load_as_float<kType>(x + i * kBytes, count);
+    store_from_float<kType>(out + i * kBytes, mul(value, set1(factor)), count);
+  }
+}
+
+template <int kType>
+void spread(const StepOp& op, int64_t row) {
+  for (int64_t head = 0; head < op.heads; ++head) {
+    float factor;
+    memcpy(&factor, at<kFloat32>(op.y, row, head), sizeof factor);
+    uint8_t narrow[4];
+    store_from_float<kType>(narrow, set1(factor), 1);  // rounded, as x is
+    alignas(64) float lanes[kLanes];
+    store(lanes, load_as_float<kType>(narrow, 1));
+    scale<kType>(at<kType>(op.out, row, head * op.size), at<kType>(op.x, row, 0), op.size,
+                 lanes[0]);
+  }
+}
+
+template <int kType>
+void sum_heads(const StepOp& op, int64_t row) {
+  for (int64_t i = 0; i < op.size; i += kLanes) {
+    const int count = static_cast<int>(smaller(kLanes, op.size - i));
+    F sum = set1(0.f);
+    for (int64_t head = 0; head < op.heads; ++head) {
+      sum = add(sum, load_as_float<kType>(at<kType>(op.x, row, head * op.size + i), count));
+    }
+    store_from_float<kType>(at<kType>(op.out, row, i), sum, count);
+  }
+}
+
+template <int kType>
+void run_row(const StepOp& op, const StepInputs& in, int64_t row) {
   switch (op.kind) {
     case kStepCopy: return copy_heads(op, row);
     case kStepHadamard: return turn<kType>(op, row);
     case kStepWiden: return widen<kType>(op, row);
+    case kStepScale:
+      return scale<kType>(at<kType>(op.out, row, 0), at<kType>(op.x, row, 0),
+                          static_cast<int64_t>(op.heads) * op.size,
+                          static_cast<const float*>(op.weight)[in.positions[row]]);
+    case kStepSpread: return spread<kType>(op, row);
+    case kStepSumHeads: return sum_heads<kType>(op, row);
     default: return;
   }
 }
 
 }  // namespace
 
-void head_rows(const StepOp& op, int64_t begin, int64_t end) {
+void head_rows(const StepOp& op, const StepInputs& in, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     if (op.dtype == kFloat32) {
-      run_row<kFloat32>(op, row);
+      run_row<kFloat32>(op, in, row);
     } else {
-      run_row<kBFloat16>(op, row);
+      run_row<kBFloat16>(op, in, row);
     }
   }
 }

@@ -16,6 +16,6 @@ double read_bytes(const void* data, int64_t num_bytes);
 const ExpertsKernel* experts(int32_t dtype);
 const LinearKernel* linear(int32_t dtype);
 void step_rows(const StepOp& op, const StepInputs& in, int64_t begin, int64_t end);
-void head_rows(const StepOp& op, int64_t begin, int64_t end);
+void head_rows(const StepOp& op, const StepInputs& in, int64_t begin, int64_t end);
 
 }  // namespace vllm_cpu::VLLM_ISA

@@ -103,7 +103,7 @@ class StepRunner : public PhaseRunner {
   int64_t macs_of(const StepOp& op) const {
     if (op.kind == kStepExperts) {
       const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
-      return rows_of(op) * a.top_k * a.hidden * a.intermediate * 3;
+      return rows_of(op) * op.heads * a.top_k * a.hidden * a.intermediate * 3;
     }
     if (op.kind != kStepLinear && op.kind != kStepHeadLinear) return 0;
     const LinearArgs& a = *static_cast<const LinearArgs*>(op.args);
@@ -128,6 +128,7 @@ class StepRunner : public PhaseRunner {
         add_rows_phase(i, op.size);
         return {};
       case kStepRotate:
+      case kStepScale:
         if (op.limit != checked_positions_) {
           for (int32_t t = 0; t < in_.num_tokens; ++t) {
             if (in_.positions[t] < 0 || in_.positions[t] >= op.limit) {
@@ -230,7 +231,7 @@ class StepRunner : public PhaseRunner {
     ExpertsArgs& a = *static_cast<ExpertsArgs*>(ops_[i].args);
     const ExpertsKernel* const kernel = kernels_.experts(a.dtype);
     if (kernel == nullptr) return {kUnsupported, i};
-    a.num_tokens = in_.num_tokens;
+    a.num_tokens = in_.num_tokens * ops_[i].heads;
     shared_bytes_ = std::max(shared_bytes_, kernel->shared_bytes(a));
     need(kernel->scratch_bytes(a));
     for (int32_t part = 0; part < kernel->num_parts(a); ++part) add_phase(i, -1, part);
@@ -292,7 +293,7 @@ class StepRunner : public PhaseRunner {
       a.num_rows = static_cast<int32_t>(end - begin);
       kernels_.linear(a.dtype)->gather(a, in_.token_ids + begin, op.scale);
     } else if (op.kind >= kStepHeadLinear) {
-      kernels_.head_rows(op, begin, end);
+      kernels_.head_rows(op, in_, begin, end);
     } else {
       kernels_.step_rows(op, in_, begin, end);
     }
@@ -385,6 +386,7 @@ VLLM_EXPORT int64_t vllm_cpu_experts(ExpertsArgs* args) {
   }
   StepOp op = {};
   op.kind = kStepExperts;
+  op.heads = 1;
   op.args = args;
   StepInputs in = {};
   in.num_tokens = args->num_tokens;

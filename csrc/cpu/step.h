@@ -23,11 +23,14 @@ enum StepKind : int32_t {
   kStepSoftCap,     // out = scale * tanh(x / scale)
   kStepPick,        // out = the rows of x whose logits are wanted
   kStepRoute,       // args: RouteArgs; from router logits x
-  kStepExperts,     // args: ExpertsArgs
+  kStepExperts,     // args: ExpertsArgs, whose tokens are the heads of all rows
   kStepHeadLinear,  // args: LinearArgs [heads]: every head has a weight of its own
   kStepCopy,        // args: CopyArgs; heads of x into those of out
   kStepHadamard,    // out = x, every `out_size` elements of a head turned; see mode
   kStepWiden,       // out = x as float32
+  kStepScale,       // out = x times weight [position]
+  kStepSpread,      // out = heads, each x times its own of the floats y
+  kStepSumHeads,    // out = the sum of the heads of x
   kStepKinds,       // how many there are
 };
 
@@ -64,7 +67,7 @@ struct StepOp {
   int64_t limit;       // of token ids or positions
   StepRows out, x, y, sum;
   const void* weight;  // norms: float32 [size] or null; rotations: cos, sin per position;
-                       // Hadamard: float32 [out_size] of +-1
+                       // Hadamard: float32 [out_size] of +-1; scales: float32 [limit]
   int64_t weight_stride;
   float scale;
   float eps;

@@ -72,10 +72,9 @@ struct KernelTable {
   double (*read)(const void* data, int64_t num_bytes);  // a checksum, to time reads
   const ExpertsKernel* (*experts)(int32_t dtype);
   const LinearKernel* (*linear)(int32_t dtype);
-  // Rows [begin, end) of an element-wise operation.
+  // Rows [begin, end) of an element-wise operation, and of one on heads.
   void (*step_rows)(const StepOp&, const StepInputs&, int64_t begin, int64_t end);
-  // The same of operations on heads, which know nothing of the step.
-  void (*head_rows)(const StepOp&, int64_t begin, int64_t end);
+  void (*head_rows)(const StepOp&, const StepInputs&, int64_t begin, int64_t end);
 };
 
 }  // namespace vllm_cpu

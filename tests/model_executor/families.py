@@ -156,6 +156,15 @@ FAMILIES["llama4"] = (
 )
 
 
+_LLAMA4 = FAMILIES["llama4"][0].to_dict()
+FAMILIES["llama4-one-expert"] = (
+    Llama4TextConfig(
+        **_LLAMA4 | {"num_experts_per_tok": 1, "use_qk_norm": False},
+    ),
+    Llama4ForCausalLM,
+)
+
+
 def hf_model(name: str, seed: int = 0) -> torch.nn.Module:
     """A random float32 model with biases and norms away from their defaults."""
     config, model_cls = copy.deepcopy(FAMILIES[name])

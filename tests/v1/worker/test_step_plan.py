@@ -15,7 +15,7 @@ from tests.e2e.tiny import engine, greedy, prompts_of
 from tests.model_executor.families import FAMILIES, hf_model, saved
 from tests.tiny_model import tiny_tokenizer
 from vllm import LLM
-from vllm.model_executor.step import NotPlanned
+from vllm.model_executor.step import NotPlanned, StepTrace
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.kv_formats import all_formats
 from vllm.v1.worker.step_plan import StepPlan
@@ -30,7 +30,6 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
 PACKED_TOLERANCE = 2e-2
 BATCHES = [1, 3, 8, 32]
 FORMATS = [fmt.name for fmt in all_formats() if not fmt.latent]
-NOT_PLANNED = {"llama4"}
 VOCABULARY = 99
 
 
@@ -94,7 +93,7 @@ def worst(folder: Path, batch: int, **settings: Any) -> float:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NOT_PLANNED])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_eager_ones(folders, family: str, dtype: str) -> None:
     assert worst(folders[family], 3, dtype=dtype) <= TOLERANCE[dtype]
 
@@ -119,11 +118,21 @@ def test_greedy_tokens_equal_eager_ones(folders, family: str, batch: int) -> Non
 
 
 def test_what_has_no_operation_runs_eager_and_says_why(folders) -> None:
-    with engine(folders["llama4"]) as llm:
+    with engine(folders["llama"], dtype="float16") as llm:
         runner = runner_of(llm)
         assert runner.plan is None
-        with pytest.raises(NotPlanned, match="`float` of activations"):
-            StepPlan(runner.model, torch.float32, 64, 8, runner.attn_groups)
+        with pytest.raises(NotPlanned, match=r"activations in torch\.float16"):
+            StepPlan(runner.model, torch.float16, 64, 8, runner.attn_groups)
+
+
+def test_functions_without_an_operation_are_refused_by_name() -> None:
+    rows = StepTrace(torch.float32, 64, 8, {}).slot(1, 32)
+    with pytest.raises(NotPlanned, match="`float` of activations"):
+        rows.float()
+    with pytest.raises(NotPlanned, match="`cat` of activations"):
+        torch.cat([rows, rows])
+    with pytest.raises(NotPlanned, match="heads of 4 elements that lie apart"):
+        rows.unflatten(1, (4, 8))[:, :, :4].flat()
 
 
 def logits_by_threads(

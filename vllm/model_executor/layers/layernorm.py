@@ -1,4 +1,4 @@
-"""Root-mean-square norms, with the residual addition fused into their interface."""
+"""Root-mean-square norms; those of whole rows add the residual themselves."""
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +51,26 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.variance_epsilon}"
+
+
+@traces
+class PlainRMSNorm(nn.Module):
+    """y = x / rms(x) over the last axis, in float32 and rounded once: no weight."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.variance_epsilon = eps
+        self._shape = (hidden_size,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(x.float(), self._shape, None, self.variance_epsilon)
+        return normed.to(x.dtype)
+
+    def emit(self, x: Slot) -> Slot:
+        return ops.rms_norm(x, None, self.variance_epsilon, records.NORM_ROUNDED)
+
+    def extra_repr(self) -> str:
+        return f"{self._shape[0]}, eps={self.variance_epsilon}"
 
 
 @traces

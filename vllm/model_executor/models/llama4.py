@@ -6,14 +6,15 @@ context grows.
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.fused_moe import Routing, StackedMoE
+from vllm.model_executor.layers.fused_moe import InputScaledMoE, Routing
+from vllm.model_executor.layers.layernorm import PlainRMSNorm
 from vllm.model_executor.layers.rotary_embedding import RopeRows, get_rope
 from vllm.model_executor.models.decoder import (
     DecoderFacts,
@@ -26,6 +27,7 @@ from vllm.model_executor.models.decoder import (
 )
 from vllm.model_executor.models.mixtral import router
 from vllm.model_executor.models.utils import text_part
+from vllm.model_executor.step import Positions, Slot, head_ops
 
 _EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 _STACKS = {"gate_up": "w13", "down": "w2"}
@@ -39,28 +41,62 @@ class Llama4Positions:
     temperature: torch.Tensor
 
 
+class QueryTemperature:
+    """A factor on queries that grows with the logarithm of their position."""
+
+    def __init__(self, config: Any, num_positions: int) -> None:
+        self.floor_scale = config.floor_scale
+        self.attn_scale = config.attn_scale
+        self.num_positions = num_positions
+
+    def rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Float32 [T, 1, 1] for `positions` [T]; a traced step looks them up itself."""
+        if isinstance(positions, Positions):
+            return positions
+        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
+        return (torch.log1p(steps) * self.attn_scale + 1.0)[:, None, None]
+
+    def scaled(self, query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """query [T, heads, size] times `rows`, in its dtype."""
+        if isinstance(query, Slot):
+            return head_ops.scale_by_position(query, self._table)
+        return (query * rows).to(query.dtype)
+
+    @cached_property
+    def _table(self) -> torch.Tensor:
+        """Float32 [positions], for all layers of a traced step."""
+        return self.rows(torch.arange(self.num_positions)).flatten()
+
+
 class Llama4Attention(SelfAttention):
     """Rotates, then normalises heads; or scales queries by the temperature."""
 
-    def __init__(self, config: Any, rotated: bool, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        rotated: bool,
+        temperature: QueryTemperature,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         self.rotated = rotated
         self.normalized = rotated and config.use_qk_norm
         self.tuned = not rotated and config.attn_temperature_tuning
-        self.eps = config.rms_norm_eps
+        self.temperature = temperature
+        self.head_norm = PlainRMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, rope: Any) -> torch.Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).unflatten(-1, (heads + 2 * kv_heads, self.head_dim))
-        both, value = qkv.split([heads + kv_heads, kv_heads], dim=1)
+        both, value = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if self.rotated:
             both = self.rotary_emb.rotate(both, rope.rope)
         if self.normalized:
-            normed = F.rms_norm(both.float(), (self.head_dim,), None, self.eps)
-            both = normed.to(x.dtype)
-        query, key = both.split([heads, kv_heads], dim=1)
+            both = self.head_norm(both)
+        query, key = both[:, :heads], both[:, heads:]
         if self.tuned:
-            query = (query * rope.temperature).to(x.dtype)
+            query = self.temperature.scaled(query, rope.temperature)
         return self.o_proj(self.attn(query, key, value))
 
 
@@ -75,7 +111,7 @@ class Llama4MoE(nn.Module):
         count = config.num_local_experts
         self.gate = router(config, count, prefix)
         self.routing = Routing(top_k=config.num_experts_per_tok, scoring="sigmoid")
-        self.experts = StackedMoE(
+        self.experts = InputScaledMoE(
             count,
             config.hidden_size,
             config.intermediate_size,
@@ -86,36 +122,27 @@ class Llama4MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, experts = self.routing.select(self.gate(x))
-        scaled = (x[:, None] * weights[..., None].to(x.dtype)).flatten(0, 1)
-        ones = torch.ones_like(weights).view(-1, 1)
-        routed = self.experts(scaled, ones, experts.view(-1, 1))
-        return self.shared_expert(x) + routed.view(*experts.shape, -1).sum(1)
+        return self.shared_expert(x) + self.experts(x, weights, experts)
 
 
 class Llama4Model(DecoderModel):
     """Reads `no_rope_layers`, `layer_types` and `moe_layers` of the config."""
 
-    def __init__(
-        self, config: Any, facts: DecoderFacts, vllm_config: VllmConfig, prefix: str
-    ) -> None:
-        super().__init__(config, facts, vllm_config, prefix)
-        self.floor_scale = config.floor_scale
-        self.attn_scale = config.attn_scale
-
     def make_rotary(self, config: Any, num_positions: int) -> nn.Module:
+        count = num_positions or config.max_position_embeddings
+        self.temperature = QueryTemperature(config, count)
         return get_rope(
             head_size(config),
             config.max_position_embeddings,
             is_neox_style=False,
             rope_parameters=config.rope_parameters,
-            num_positions=num_positions or config.max_position_embeddings,
+            num_positions=count,
         )
 
     def rope_rows(self, positions: torch.Tensor) -> Llama4Positions:
-        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
-        temperature = torch.log1p(steps) * self.attn_scale + 1.0
         return Llama4Positions(
-            rope=self.rotary_emb.rows(positions), temperature=temperature[:, None, None]
+            rope=self.rotary_emb.rows(positions),
+            temperature=self.temperature.rows(positions),
         )
 
     def make_layer(
@@ -130,6 +157,7 @@ class Llama4Model(DecoderModel):
         attention = Llama4Attention(
             config,
             bool(config.no_rope_layers[index]),
+            self.temperature,
             facts,
             None,
             vllm_config,

@@ -1,4 +1,4 @@
-"""The operations on heads that may lie apart, and on rows of another type.
+"""The operations on the heads of rows, and on rows of another type.
 
 Knows what `csrc/cpu/head_ops.cpp` wants. Refuses to know which layer asks.
 """
@@ -131,5 +131,83 @@ def widen(x: Slot) -> Slot:
         [out],
         [x],
         lambda: {"size": x.width, "out": out.rows(), "x": x.rows()},
+    )
+    return out
+
+
+def scale_by_position(x: Slot, factors: torch.Tensor) -> Slot:
+    """Rows times `factors` float32 [positions] of their positions, in place: who gave
+    the slot away does not read it again."""
+    factors = factors.float().contiguous()
+    x.trace.emit(
+        records.SCALE,
+        [x],
+        [x],
+        lambda: {
+            "heads": x.heads,
+            "size": x.size,
+            "limit": len(factors),
+            "out": x.rows(),
+            "x": x.rows(),
+            "weight": factors.data_ptr(),
+        },
+        keep=factors,
+    )
+    return x
+
+
+def spread(x: Slot, factors: Slot) -> Slot:
+    """x [tokens, size] times each of its token's factors, float32 [tokens, k], rounded
+    to x's type first: [tokens, k, size], touching from token to token."""
+    trace, heads = x.trace, factors.width
+    out = replace(trace.slot(heads, x.width, touching=True), by_head=True)
+    trace.emit(
+        records.SPREAD,
+        [out],
+        [x, factors],
+        lambda: {
+            "heads": heads,
+            "size": x.width,
+            "out": out.rows(),
+            "x": x.rows(),
+            "y": factors.rows(),
+        },
+    )
+    return out
+
+
+def head_experts(x: Slot, ids: Slot, args: ctypes.Structure, keep: Any) -> Slot:
+    """Each head of x [tokens, k, size], which `spread` made, through the expert of its
+    own of `ids` [tokens, k]: an ExpertsArgs without tokens."""
+    trace, heads = x.trace, x.heads
+    if x.stride != x.width or ids.width != heads:
+        raise NotPlanned(f"{heads} heads apart for {ids.width} experts")
+    out = replace(trace.slot(heads, x.size, touching=True), by_head=True)
+    ones = torch.ones(trace.max_tokens * heads)
+
+    def make() -> dict[str, Any]:
+        args.out, args.out_stride = trace.address(out), out.size
+        args.x, args.x_stride = trace.address(x), x.size
+        args.ids, args.weights = trace.address(ids), ones.data_ptr()
+        args.top_k = 1
+        return {"heads": heads, "size": x.size, "args": args}
+
+    trace.emit(records.EXPERTS, [out], [x, ids], make, (keep, ones))
+    return out
+
+
+def sum_heads(x: Slot) -> Slot:
+    """x [tokens, heads, size] -> [tokens, size]."""
+    out = x.trace.slot(1, x.size, like=x)
+    x.trace.emit(
+        records.SUM_HEADS,
+        [out],
+        [x],
+        lambda: {
+            "heads": x.heads,
+            "size": x.size,
+            "out": out.rows(),
+            "x": x.rows(),
+        },
     )
     return out

@@ -14,10 +14,11 @@ from vllm.v1.attention.ops import cpu_kernels
 # Kinds of operations, in the order of `StepKind`.
 EMBED, NORM, LINEAR, ROTATE, STORE, ATTEND, GATE, ADD, SOFT_CAP, PICK = range(10)
 ROUTE, EXPERTS, HEAD_LINEAR, COPY, HADAMARD, WIDEN = range(10, 16)
+SCALE, SPREAD, SUM_HEADS = range(16, 19)
 KINDS = (
     *("embed", "norm", "linear", "rotate", "store", "attend", "gate", "add"),
     *("soft cap", "pick", "route", "experts", "head linear", "copy", "hadamard"),
-    "widen",
+    *("widen", "scale", "spread", "sum heads"),
 )
 NORM_ROUNDED, NORM_WHOLE = 0, 1
 ROTATE_HALVES, ROTATE_PAIRS = 0, 1
@@ -27,7 +28,7 @@ GATE_SILU, GATE_GELU, GATE_GELU_TANH = 0, 1, 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 2}
 _STATUS = {
     7: "token {} of the step is outside the vocabulary",
-    8: "token {} of the step lies beyond the table of rotations",
+    8: "token {} of the step lies beyond the table of its positions",
 }
 
 
