@@ -104,6 +104,41 @@ void sum_heads(const StepOp& op, int64_t row) {
   }
 }
 
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+
+// Lane by lane first. NaN is never the largest.
+template <int kType>
+int64_t largest(const uint8_t* x, int64_t size) {
+  Floats best = (Floats)set1(-__builtin_inff());
+  Ints where = {};
+  const int64_t whole = size / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const auto value = (Floats)load_as_float<kType>(x + i * dtype_bytes(kType));
+    const Ints larger = value > best;
+    best = larger ? value : best;
+    where = larger ? Ints{} + static_cast<int32_t>(i) : where;
+  }
+  alignas(64) float rest[kLanes];
+  store(rest, load_as_float<kType>(x + whole * dtype_bytes(kType),
+                                   static_cast<int>(size - whole)));
+  int64_t found = 0;
+  float most = -__builtin_inff();
+  for (int lane = 0; lane < kLanes && whole > 0; ++lane) {
+    const int64_t index = where[lane] + lane;
+    if (best[lane] > most || (best[lane] == most && index < found)) {
+      most = best[lane];
+      found = index;
+    }
+  }
+  for (int64_t i = whole; i < size; ++i) {
+    if (!(rest[i - whole] > most)) continue;
+    most = rest[i - whole];
+    found = i;
+  }
+  return found;
+}
+
 template <int kType>
 void run_row(const StepOp& op, const StepInputs& in, int64_t row) {
   switch (op.kind) {
@@ -116,6 +151,10 @@ void run_row(const StepOp& op, const StepInputs& in, int64_t row) {
                           static_cast<const float*>(op.weight)[in.positions[row]]);
     case kStepSpread: return spread<kType>(op, row);
     case kStepSumHeads: return sum_heads<kType>(op, row);
+    case kStepLargest:
+      static_cast<int64_t*>(op.out.data)[row * op.out.stride] =
+          largest<kType>(at<kType>(op.x, row, 0), op.size);
+      return;
     default: return;
   }
 }

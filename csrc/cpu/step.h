@@ -31,6 +31,7 @@ enum StepKind : int32_t {
   kStepScale,       // out = x times weight [position]
   kStepSpread,      // out = heads, each x times its own of the floats y
   kStepSumHeads,    // out = the sum of the heads of x
+  kStepLargest,     // out = int64: which of x is largest, the first of equal ones
   kStepKinds,       // how many there are
 };
 

@@ -134,3 +134,19 @@ def test_positions_beyond_the_table_of_factors_are_refused() -> None:
     ran(x, lambda rows: head_ops.scale_by_position(rows, torch.ones(last + 1)))
     with pytest.raises(ValueError, match="token 6 of the step lies beyond the table"):
         ran(x, lambda rows: head_ops.scale_by_position(rows, torch.ones(last)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [1, 5, 16, 45, 1000])
+def test_the_largest_of_a_row_is_the_first_of_equal_ones(dtype, size) -> None:
+    x = random(TOKENS, size).to(dtype)
+    x[1] = 0.0
+    x[2] = -1.0
+    x[3, size // 2 :] = 9.0
+    x[4, -1] = 9.0
+    x[5] = float("-inf")
+    x[6, 0] = float("nan")
+    found = ran(x, head_ops.largest).squeeze(1)
+    assert torch.equal(found[:6], torch.from_numpy(x[:6].float().numpy().argmax(1)))
+    rest = x[6, 1:].float().numpy()
+    assert found[6] == (1 + rest.argmax() if len(rest) else 0)

@@ -49,11 +49,11 @@ def recorded_samples(llm: LLM, num_requests: int) -> Iterator[dict[str, list[Any
         runner = worker.model_runner
         inner = runner.sampler
 
-        def sampler(logits: torch.Tensor, metadata: Any) -> Any:
+        def sampler(logits: torch.Tensor, *args: Any) -> Any:
             for row, req_id in enumerate(runner.input_batch.req_ids):
                 if req_id in rows or len(rows) < num_requests:
                     rows.setdefault(req_id, []).append(logits[row].clone())
-            return inner(logits, metadata)
+            return inner(logits, *args)
 
         runner.sampler = sampler
         return runner, inner

@@ -70,9 +70,9 @@ def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
             recorded.append(logits.float().clone())
             return logits
 
-        def sample(logits: torch.Tensor, metadata: Any) -> Any:
+        def sample(logits: torch.Tensor, *args: Any) -> Any:
             recorded.append(logits.float().clone())
-            return sampler(logits, metadata)
+            return sampler(logits, *args)
 
         runner.prompt_logprobs.compute_logits, runner.sampler = compute_logits, sample
         return runner, inner

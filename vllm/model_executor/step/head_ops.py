@@ -211,3 +211,16 @@ def sum_heads(x: Slot) -> Slot:
         },
     )
     return out
+
+
+def largest(x: Slot) -> Slot:
+    """Which of each row is largest, int64 [tokens, 1], the first of equal ones; NaN is
+    passed over."""
+    out = x.trace.slot(1, 1, like=x, dtype=torch.int64, touching=True)
+    x.trace.emit(
+        records.LARGEST,
+        [out],
+        [x],
+        lambda: {"size": x.width, "out": out.rows(), "x": x.rows()},
+    )
+    return out

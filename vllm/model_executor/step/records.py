@@ -14,11 +14,11 @@ from vllm.v1.attention.ops import cpu_kernels
 # Kinds of operations, in the order of `StepKind`.
 EMBED, NORM, LINEAR, ROTATE, STORE, ATTEND, GATE, ADD, SOFT_CAP, PICK = range(10)
 ROUTE, EXPERTS, HEAD_LINEAR, COPY, HADAMARD, WIDEN = range(10, 16)
-SCALE, SPREAD, SUM_HEADS = range(16, 19)
+SCALE, SPREAD, SUM_HEADS, LARGEST = range(16, 20)
 KINDS = (
     *("embed", "norm", "linear", "rotate", "store", "attend", "gate", "add"),
     *("soft cap", "pick", "route", "experts", "head linear", "copy", "hadamard"),
-    *("widen", "scale", "spread", "sum heads"),
+    *("widen", "scale", "spread", "sum heads", "largest"),
 )
 NORM_ROUNDED, NORM_WHOLE = 0, 1
 ROTATE_HALVES, ROTATE_PAIRS = 0, 1

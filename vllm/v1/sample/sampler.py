@@ -30,16 +30,21 @@ class Sampler(nn.Module):
         self.logprobs_mode = logprobs_mode
 
     def forward(
-        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        greedy: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """`logits` [R, V] of any float dtype; may be overwritten. Ids come back as
-        int64 [R, 1]."""
+        """`logits` [R, V] of any float dtype; may be overwritten. `greedy` int64 [R]:
+        the largest of them, where that is known. Ids come back as int64 [R, 1]."""
         metadata = sampling_metadata
         wants_logprobs = metadata.max_num_logprobs is not None
         reported = self._raw(logits) if wants_logprobs else None
         edits = metadata.edits_greedy()
         if metadata.all_greedy and not edits:
-            sampled, processed = greedy_argmax(logits), logits
+            sampled, processed = greedy, logits
+            if sampled is None:
+                sampled = greedy_argmax(logits)
         else:
             logits = logits.float()
             if edits:

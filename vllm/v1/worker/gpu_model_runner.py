@@ -443,7 +443,8 @@ class GPUModelRunner:
             samples = step.samples
             kept = {r: g for r, g in metadata.generators.items() if samples[r]}
             metadata = replace(metadata, generators=kept)
-        return self.sampler(logits, metadata)
+        greedy = None if self.plan is None else self.plan.greedy_of(logits)
+        return self.sampler(logits, metadata, greedy)
 
     def shutdown(self) -> None:
         """Ends transfers, and lets go of weights, pages and buffers at once: a config

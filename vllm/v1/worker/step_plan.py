@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vllm.logger import init_logger
-from vllm.model_executor.step import NotPlanned, StepTrace, ops, records
+from vllm.model_executor.step import NotPlanned, StepTrace, head_ops, ops, records
 from vllm.utils.mem_utils import format_bytes
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.worker.input_prep import StepInputs
@@ -47,11 +47,20 @@ class StepPlan:
         trace = StepTrace(dtype, max_tokens, max_reqs, group_of)
         hidden = model(trace.token_ids, trace.positions)
         logits = model.compute_logits(ops.pick(hidden))
-        self._ops = trace.finish([hidden, logits])
+        largest = head_ops.largest(logits)
+        self._ops = trace.finish([hidden, logits, largest])
         self._hidden, self._logits = trace.tensor(hidden), trace.tensor(logits)
+        self._largest = trace.tensor(largest).squeeze(1)
         self.trace = trace
         self._longest_query = trace.longest_query
         self.num_ops = len(self._ops)
+
+    def greedy_of(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """The most likely tokens, int64 [W], where `logits` [W, vocabulary] are those
+        of the last step as it left them."""
+        if logits.data_ptr() != self._logits.data_ptr():
+            return None
+        return self._largest[: logits.shape[0]]
 
     def serves(self, step: StepInputs) -> bool:
         """Whether the operations take so many tokens of one request."""
