@@ -1,6 +1,7 @@
 """Planned steps over latents compute what eager ones do, for every variant of the model
-and every format that can hold a latent; queries too long to be absorbed run eager."""
+and every format that can hold a latent, absorbed and expanded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from tests.v1.worker.test_step_plan import (
     prompts,
     runner_of,
 )
-from vllm import LLM
 from vllm.model_executor.step import NotPlanned
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.kv_formats import all_formats
@@ -49,11 +49,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Folders()
 
 
-def worst(folder: Path, batch: int, **settings: Any) -> float:
-    """The largest relative difference of logits over a prefill and six decodes."""
+def worst(
+    folder: Path, batch: int, *, absorbed: bool = False, **settings: Any
+) -> float:
+    """The largest relative difference of logits over a prefill and six decodes; with
+    `absorbed` whatever that costs."""
     defaults = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
     with engine(folder, **(defaults | settings)) as llm, compared(llm) as seen:
-        runner_of(llm).plan.serves = lambda step: True  # absorbed whatever it costs
+        if absorbed:
+            runner_of(llm).plan.trace.detours.clear()
         greedy(llm, prompts(batch), 6)
     decodes = [step for step in seen if step[0] == step[1] == batch]
     assert len(decodes) >= 4, seen
@@ -61,16 +65,21 @@ def worst(folder: Path, batch: int, **settings: Any) -> float:
     return max(error for _, _, error in seen)
 
 
+@pytest.mark.parametrize("absorbed", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", DEEPSEEK)
-def test_logits_equal_eager_ones(folders, name: str, dtype: str) -> None:
-    assert worst(folders[name], 3, dtype=dtype) <= TOLERANCE[dtype]
+def test_logits_equal_eager_ones(folders, name, dtype, absorbed) -> None:
+    found = worst(folders[name], 3, dtype=dtype, absorbed=absorbed)
+    assert found <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_logits_equal_eager_ones_over_every_format(folders, name, batch) -> None:
-    found = worst(folders["v2-real-latent"], batch, kv_cache_dtype=name)
+    absorbed = batch % 2 == 0  # one way of each size of a batch
+    found = worst(
+        folders["v2-real-latent"], batch, absorbed=absorbed, kv_cache_dtype=name
+    )
     assert found <= PACKED_TOLERANCE
 
 
@@ -87,33 +96,30 @@ def test_greedy_tokens_equal_eager_ones(folders, name: str, batch: int) -> None:
         assert greedy(llm, asked, 12) == found
 
 
-def ways_of(llm: LLM) -> list[tuple[int, bool]]:
-    """Fills with (longest query, planned) of every step from now on."""
-    runner, seen = runner_of(llm), []
-    inner = runner._run_model
-
-    def noted(step: Any) -> Any:
-        hidden, logits = inner(step)
-        longest = int((step.query_start[1:] - step.query_start[:-1]).max())
-        seen.append((longest, logits is not None))
-        return hidden, logits
-
-    runner._run_model = noted
-    return seen
-
-
 @pytest.mark.parametrize("chunk", [1024, 32], ids=["whole", "chunked"])
-def test_queries_too_long_to_be_absorbed_run_eager(folders, chunk: int) -> None:
-    with engine(folders["v2-real-latent"], max_num_batched_tokens=chunk) as llm:
-        most = runner_of(llm).model.model.layers[0].self_attn.attn.impl.absorb_up_to
+def test_queries_too_long_to_be_absorbed_are_expanded(folders, chunk: int) -> None:
+    """In torch, by every layer, once in a step that has such a query; with the logits
+    of an eager step whether it has or not."""
+    settings = {"max_num_batched_tokens": chunk}
+    with engine(folders["v2-real-latent"], **settings) as llm, compared(llm) as seen:
+        runner, expanded = runner_of(llm), []
+        detours = runner.plan.trace.detours
+        most = detours[0].up_to
         assert 1 < most < 32, "the prompts below are of both kinds"
-        seen = ways_of(llm)
+        for i, detour in enumerate(detours):
+
+            def noted(q: Any, out: Any, detour: Any = detour) -> None:
+                expanded.append(len(seen))
+                detour.compute(q, out)
+
+            detours[i] = replace(detour, compute=noted)
         greedy(llm, [[1] * (most + 1), [2] * most], 4)
+        long_steps, end = set(expanded), len(seen)
         greedy(llm, [[3] * most], 4)
-    assert all(planned == (longest <= most) for longest, planned in seen), seen
-    assert {planned for _, planned in seen} == {True, False}
-    assert (most, True) in seen
-    assert seen[-1] == (1, True)
+    assert long_steps == {0}
+    assert len(expanded) == len(detours) == 3
+    assert end >= 4
+    assert max(error for _, _, error in seen) <= TOLERANCE["float32"]
 
 
 def test_latents_without_a_kernel_run_eager_and_say_why(folders, tmp_path) -> None:
@@ -154,7 +160,7 @@ def test_bits_do_not_depend_on_threads(folders, name: str) -> None:
             return found
 
         runner.plan.run = noted
-        runner.plan.serves = lambda step: True
+        runner.plan.trace.detours.clear()
         try:
             for count in (1, 3):
                 llm.reset_prefix_cache()

@@ -151,6 +151,9 @@ class Slot(Traced):
         self._check_touching()
         return records.StepRows(self.trace.address(self), self.stride)
 
+    def address_of_buffer(self) -> int:
+        return round_up(self.trace.memory.data_ptr(), _LINE) + self.buffer.offset
+
     def _check_touching(self) -> None:
         if self.heads > 1 and self.head_stride != self.size:
             raise NotPlanned(f"heads of {self.size} elements that lie apart")
@@ -186,6 +189,19 @@ def traces(layer: type[nn.Module]) -> type[nn.Module]:
     return layer
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Detour:
+    """What to do in the place of operations [first, last) in a step that has a query of
+    more than `up_to` tokens: compute(rows of x [T, width], rows of out), in torch."""
+
+    first: int
+    last: int
+    x: Slot
+    out: Slot
+    up_to: int
+    compute: Callable[[torch.Tensor, torch.Tensor], None]
+
+
 @dataclass(eq=False)
 class _Op:
     """One operation: what it reads and writes, and how its record is made once memory
@@ -214,7 +230,7 @@ class StepTrace:
         self.dtype = dtype
         self.max_tokens, self.max_wanted = max_tokens, max_wanted
         self.group_of = group_of
-        self.longest_query = max_tokens
+        self.detours: list[Detour] = []
         self.copied_bytes = 0  # of weights that the plan holds besides the model
         self.ops: list[_Op] = []
         self.token_ids, self.positions = TokenIds(self), Positions(self)
@@ -290,9 +306,21 @@ class StepTrace:
             slot.buffer.last = now
         self._produced.update((id(slot.buffer), op) for slot in writes)
 
-    def limit_queries(self, tokens: int) -> None:
-        """Notes how many tokens of a request the operations take in one step."""
-        self.longest_query = min(self.longest_query, tokens)
+    def detour(
+        self,
+        first: int,
+        x: Slot,
+        out: Slot,
+        up_to: int,
+        compute: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        """Lets `compute` stand in for the operations from `first` on, the last of which
+        writes `out`; see `Detour`."""
+        last = len(self.ops)
+        x.buffer.last = last - 1  # read while `out` is written
+        self.detours.append(
+            Detour(first=first, last=last, x=x, out=out, up_to=up_to, compute=compute)
+        )
 
     def scale(self, x: Slot, factor: float) -> None:
         """Multiplies freshly embedded rows."""
@@ -319,14 +347,13 @@ class StepTrace:
         return table
 
     def address(self, slot: Slot) -> int:
-        base = round_up(self.memory.data_ptr(), _LINE)
-        return base + slot.buffer.offset + slot.start * slot.dtype.itemsize
+        return slot.address_of_buffer() + slot.start * slot.dtype.itemsize
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """The rows of a slot that was kept, [rows, width]."""
-        first = self.address(slot) - self.memory.data_ptr()
-        typed = self.memory[first : first + slot.buffer.num_bytes].view(slot.dtype)
-        return typed.view(-1, slot.stride)[:, : slot.width]
+        """The rows of a slot that holds them by now, [rows, width]."""
+        whole = slot.address_of_buffer() - self.memory.data_ptr()
+        typed = self.memory[whole : whole + slot.buffer.num_bytes].view(slot.dtype)
+        return typed.view(-1, slot.stride)[:, slot.start : slot.start + slot.width]
 
 
 def _place(buffers: Sequence[Buffer]) -> int:

@@ -395,7 +395,7 @@ class GPUModelRunner:
         hidden = None if self.graphs is None else self.graphs.run(step)
         if hidden is not None:
             return hidden, None
-        if self.plan is None or not self.plan.serves(step):
+        if self.plan is None:
             return self.model(step.input_ids, step.positions), None
         with self.connector.around_layers() if self.connector else nullcontext():
             return self.plan.run(step, step.last_tokens)

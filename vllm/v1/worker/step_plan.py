@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 from vllm.logger import init_logger
-from vllm.model_executor.step import NotPlanned, StepTrace, head_ops, ops, records
+from vllm.model_executor.step import (
+    Detour,
+    NotPlanned,
+    StepTrace,
+    head_ops,
+    ops,
+    records,
+)
 from vllm.utils.mem_utils import format_bytes
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.worker.input_prep import StepInputs
@@ -52,7 +59,6 @@ class StepPlan:
         self._hidden, self._logits = trace.tensor(hidden), trace.tensor(logits)
         self._largest = trace.tensor(largest).squeeze(1)
         self.trace = trace
-        self._longest_query = trace.longest_query
         self.num_ops = len(self._ops)
 
     def greedy_of(self, logits: torch.Tensor) -> torch.Tensor | None:
@@ -61,13 +67,6 @@ class StepPlan:
         if logits.data_ptr() != self._logits.data_ptr():
             return None
         return self._largest[: logits.shape[0]]
-
-    def serves(self, step: StepInputs) -> bool:
-        """Whether the operations take so many tokens of one request."""
-        longest = self._longest_query
-        if step.num_tokens <= longest:
-            return True
-        return int(np.diff(step.query_start).max()) <= longest
 
     def run(
         self, step: StepInputs, wanted: np.ndarray
@@ -95,10 +94,30 @@ class StepPlan:
             len(wanted),
             len(self._layers),
         )
-        result = self._function(self._ops, self.num_ops, inputs)
+        begin = 0
+        for detour in self._detours(step):
+            self._call(begin, detour.first, inputs)
+            x, out = self.trace.tensor(detour.x), self.trace.tensor(detour.out)
+            detour.compute(x[:tokens], out[:tokens])
+            begin = detour.last
+        self._call(begin, self.num_ops, inputs)
+        return self._hidden[:tokens], self._logits[: len(wanted)]
+
+    def _detours(self, step: StepInputs) -> list[Detour]:
+        """Those that the longest query of the step makes necessary."""
+        detours = self.trace.detours
+        if not detours or step.num_tokens <= min(d.up_to for d in detours):
+            return []
+        longest = int(np.diff(step.query_start).max())
+        return [detour for detour in detours if longest > detour.up_to]
+
+    def _call(self, begin: int, end: int, inputs: records.StepInputs) -> None:
+        """Runs operations [begin, end)."""
+        if begin == end:
+            return
+        result = self._function(self._ops[begin], end - begin, inputs)
         if result:
             records.raise_for(result)
-        return self._hidden[:tokens], self._logits[: len(wanted)]
 
 
 def make_step_plan(

@@ -184,15 +184,15 @@ class MLAAttention(KVCacheLayer):
         return output.view(tokens, -1)
 
     def emit(self, q: Slot, kv_c_normed: Slot, k_pe: Slot) -> Slot:
-        """The absorbed form; longer queries than it pays for are left to eager steps.
+        """The absorbed form, with a detour where a query is too long for it to pay.
         Every head's parts of `kv_b_proj` are packed, and so kept a second time."""
         args = self.impl.step_args(self, self.kv_cache, self.kv_lora_rank)
         if args is None:
             raise NotPlanned(f"{self.attn_backend.get_name()} has no kernel for it")
-        q.trace.limit_queries(self.impl.absorb_up_to)
         if args.store is not None:
             latent = head_ops.joined(kv_c_normed, k_pe)
             ops.store(self.layer_name, args.store, latent, None, args)
+        first = len(q.trace.ops)
         nope, pe = q[:, :, : self.qk_nope_head_dim], q[:, :, self.qk_nope_head_dim :]
         into = head_ops.HeadWeights(self.W_UK_T.transpose(1, 2))
         query = head_ops.head_linear(nope, into, beside=pe)
@@ -204,7 +204,22 @@ class MLAAttention(KVCacheLayer):
         if args.signs is not None:
             head_ops.turn(attended, args.signs, records.SIGNS_LAST)
         out_of = head_ops.HeadWeights(self.W_UV.transpose(1, 2))
-        return head_ops.head_linear(attended, out_of).flat()
+        out = head_ops.head_linear(attended, out_of).flat()
+        q.trace.detour(first, q, out, self.impl.absorb_up_to, self._attend_rows)
+        return out
+
+    def _attend_rows(self, q: torch.Tensor, output: torch.Tensor) -> None:
+        """q [T, num_heads * (nope + rope)] -> output [T, num_heads * v_head_dim], in
+        the form that an eager step takes, over latents that are stored already."""
+        self.impl.forward(
+            self,
+            q.unflatten(-1, (self.num_heads, -1)),
+            q.new_empty(0),
+            None,
+            self.kv_cache,
+            get_forward_context().attn_metadata[self.layer_name],
+            output.unflatten(-1, (self.num_heads, -1)),
+        )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend
