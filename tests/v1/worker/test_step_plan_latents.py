@@ -122,6 +122,28 @@ def test_queries_too_long_to_be_absorbed_are_expanded(folders, chunk: int) -> No
     assert max(error for _, _, error in seen) <= TOLERANCE["float32"]
 
 
+def test_bits_do_not_depend_on_a_long_query_in_the_step(folders) -> None:
+    """A request's logits, alone and beside a query that is expanded."""
+    settings = {"dtype": "bfloat16", "max_num_batched_tokens": 1024}
+    with engine(folders["v3-real-latent"], **settings) as llm:
+        runner, logits = runner_of(llm), []
+        inner = runner._run_model
+
+        def noted(step: Any) -> Any:
+            found = inner(step)
+            logits.append(found[1].clone())
+            return found
+
+        runner._run_model = noted
+        short, long = [5, 6, 7], list(range(2, 60))
+        assert len(long) > runner.plan.trace.detours[0].up_to >= len(short)
+        greedy(llm, [short], 1)
+        llm.reset_prefix_cache()
+        greedy(llm, [long, short], 1)
+    alone, beside = logits
+    assert torch.equal(alone[0], beside[1])
+
+
 def test_latents_without_a_kernel_run_eager_and_say_why(folders, tmp_path) -> None:
     folder = saved(deepseek_model("v2", changes={"qk_rope_head_dim": 16}), tmp_path)
     tiny_tokenizer().save_pretrained(folder)

@@ -191,11 +191,12 @@ def traces(layer: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Detour:
-    """What to do in the place of operations [first, last) in a step that has a query of
-    more than `up_to` tokens: compute(rows of x [T, width], rows of out), in torch."""
+    """What to do before operation `at` of a step that has a query of more than `up_to`
+    tokens: compute(rows of x [T, width], rows of out) writes that query's rows, in
+    torch. Attention in the KV-cache group is spared them."""
 
-    first: int
-    last: int
+    at: int
+    group: int
     x: Slot
     out: Slot
     up_to: int
@@ -308,18 +309,18 @@ class StepTrace:
 
     def detour(
         self,
-        first: int,
+        group: int,
         x: Slot,
         out: Slot,
         up_to: int,
         compute: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        """Lets `compute` stand in for the operations from `first` on, the last of which
-        writes `out`; see `Detour`."""
-        last = len(self.ops)
-        x.buffer.last = last - 1  # read while `out` is written
+        """Lets `compute` overwrite rows of `out`, which the last operation so far has
+        written; see `Detour`."""
+        at = len(self.ops)
+        x.buffer.last = at - 1  # not yet another's memory when `out` is written
         self.detours.append(
-            Detour(first=first, last=last, x=x, out=out, up_to=up_to, compute=compute)
+            Detour(at=at, group=group, x=x, out=out, up_to=up_to, compute=compute)
         )
 
     def scale(self, x: Slot, factor: float) -> None:

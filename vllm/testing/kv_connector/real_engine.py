@@ -15,7 +15,9 @@ from vllm.testing.kv_connector.scenario import Subject
 from vllm.v1.kv_formats import all_formats
 
 NUM_TOKENS = 6
-LOGPROB_TOLERANCE = 2e-4
+# A latent that is computed again, absorbed where it was expanded, may fall on the next
+# code of a packed format, which moved logprobs by up to 7e-4. Wrong blocks change tokens.
+LOGPROB_TOLERANCE = 2e-3
 _MOST_SECONDS = 20.0
 _LENGTHS = (5, 16, 17, 48, 70, 97)
 _ALIGNED = {"mamba_cache_mode": "align"}

@@ -94,12 +94,15 @@ class StepPlan:
             len(wanted),
             len(self._layers),
         )
-        begin = 0
-        for detour in self._detours(step):
-            self._call(begin, detour.first, inputs)
+        begin, detours = 0, self._detours(step)
+        short = self._only_short_queries(step, detours)
+        for group, seq_lens in short.items():
+            self._batches[group].seq_lens = seq_lens.data_ptr()
+        for detour in detours:
+            self._call(begin, detour.at, inputs)
             x, out = self.trace.tensor(detour.x), self.trace.tensor(detour.out)
             detour.compute(x[:tokens], out[:tokens])
-            begin = detour.last
+            begin = detour.at
         self._call(begin, self.num_ops, inputs)
         return self._hidden[:tokens], self._logits[: len(wanted)]
 
@@ -110,6 +113,18 @@ class StepPlan:
             return []
         longest = int(np.diff(step.query_start).max())
         return [detour for detour in detours if longest > detour.up_to]
+
+    def _only_short_queries(
+        self, step: StepInputs, detours: Sequence[Detour]
+    ) -> dict[int, torch.Tensor]:
+        """By group the lengths of requests, int32 [R]: 0 of those that detours are for,
+        whose queries so see no keys."""
+        lengths = {}
+        for group, up_to in {d.group: d.up_to for d in detours}.items():
+            metadata = step.attn_metadata[self._layers[group]]
+            is_long = metadata.query_start_loc.diff() > up_to
+            lengths[group] = metadata.seq_lens.masked_fill(is_long, 0)
+        return lengths
 
     def _call(self, begin: int, end: int, inputs: records.StepInputs) -> None:
         """Runs operations [begin, end)."""

@@ -192,7 +192,6 @@ class MLAAttention(KVCacheLayer):
         if args.store is not None:
             latent = head_ops.joined(kv_c_normed, k_pe)
             ops.store(self.layer_name, args.store, latent, None, args)
-        first = len(q.trace.ops)
         nope, pe = q[:, :, : self.qk_nope_head_dim], q[:, :, self.qk_nope_head_dim :]
         into = head_ops.HeadWeights(self.W_UK_T.transpose(1, 2))
         query = head_ops.head_linear(nope, into, beside=pe)
@@ -205,17 +204,16 @@ class MLAAttention(KVCacheLayer):
             head_ops.turn(attended, args.signs, records.SIGNS_LAST)
         out_of = head_ops.HeadWeights(self.W_UV.transpose(1, 2))
         out = head_ops.head_linear(attended, out_of).flat()
-        q.trace.detour(first, q, out, self.impl.absorb_up_to, self._attend_rows)
+        group, up_to = q.trace.group_of[self.layer_name], self.impl.absorb_up_to
+        q.trace.detour(group, q, out, up_to, self._attend_long_queries)
         return out
 
-    def _attend_rows(self, q: torch.Tensor, output: torch.Tensor) -> None:
-        """q [T, num_heads * (nope + rope)] -> output [T, num_heads * v_head_dim], in
-        the form that an eager step takes, over latents that are stored already."""
-        self.impl.forward(
+    def _attend_long_queries(self, q: torch.Tensor, output: torch.Tensor) -> None:
+        """q [T, num_heads * (nope + rope)] -> rows of output [T, num_heads *
+        v_head_dim], as in an eager step, over latents that are stored already."""
+        self.impl.attend_long_queries(
             self,
             q.unflatten(-1, (self.num_heads, -1)),
-            q.new_empty(0),
-            None,
             self.kv_cache,
             get_forward_context().attn_metadata[self.layer_name],
             output.unflatten(-1, (self.num_heads, -1)),

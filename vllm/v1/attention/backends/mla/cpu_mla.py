@@ -83,7 +83,7 @@ class CPUMLAImpl(MLAReferenceImpl):
             output,
             output_scale,
             output_block_scale,
-        )
+        )  # but for what `_request_groups` leaves out
         if attn_metadata is not None and self._uses_kernels(kv_cache, attn_metadata):
             self._attend_short_queries(layer, query, kv_cache, attn_metadata, output)
         return output
@@ -104,6 +104,18 @@ class CPUMLAImpl(MLAReferenceImpl):
             cpu_latent.store_latents(
                 pages, slot_mapping, key, fmt, layer._k_scale_float
             )
+
+    def attend_long_queries(
+        self,
+        layer: MLALayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        """`forward` for queries of more than `absorb_up_to` tokens; rows of others are
+        left alone. Only where the kernels serve."""
+        super().forward(layer, query, query, None, kv_cache, attn_metadata, output)
 
     def step_args(
         self, layer: MLALayer, kv_cache: torch.Tensor, size_v: int
