@@ -16,7 +16,7 @@ from vllm.v1.kv_formats import all_formats
 
 NUM_TOKENS = 6
 # A latent that is computed again, absorbed where it was expanded, may fall on the next
-# code of a packed format, which moved logprobs by up to 7e-4. Wrong blocks change tokens.
+# code of a packed format, which moved logprobs by up to 7e-4.
 LOGPROB_TOLERANCE = 2e-3
 _MOST_SECONDS = 20.0
 _LENGTHS = (5, 16, 17, 48, 70, 97)
