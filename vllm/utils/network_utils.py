@@ -1,9 +1,13 @@
 """Sockets: free ports, addresses for ZeroMQ."""
 
+import os
 import socket
 import tempfile
 import uuid
 from pathlib import Path
+
+# What Linux takes in an address, without its final zero.
+_MAX_SOCKET_PATH_BYTES = 107
 
 
 def get_open_port(host: str = "127.0.0.1") -> int:
@@ -33,8 +37,19 @@ def listen_on(host: str, port: int) -> socket.socket:
 
 
 def get_open_zmq_ipc_path() -> str:
-    """A fresh ipc:// address in the system's temporary folder."""
-    return f"ipc://{Path(tempfile.gettempdir()) / f'vllm-{uuid.uuid4().hex}'}"
+    """A fresh ipc:// address in the system's temporary folder.
+
+    Raises ValueError when that folder has too long a name for socket files.
+    """
+    folder = tempfile.gettempdir()
+    path = str(Path(folder) / f"vllm-{uuid.uuid4().hex}")
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+        raise ValueError(
+            f"the temporary folder {folder!r} has too long a name for socket files, "
+            f"which take at most {_MAX_SOCKET_PATH_BYTES} bytes: set TMPDIR "
+            "to a shorter one"
+        )
+    return f"ipc://{path}"
 
 
 def remove_ipc_path(address: str) -> None:

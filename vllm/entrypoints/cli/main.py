@@ -1,12 +1,14 @@
 """The command `vllm`: finds the subcommand and imports only what that one needs."""
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 from vllm.exceptions import EngineDeadError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.import_utils import resolve
+from vllm.utils.signals import Terminated, signals_as_exceptions
 from vllm.version import __version__
 
 # name -> (what it does, where its `add_arguments(parser)` and `run(args)` live)
@@ -32,26 +34,40 @@ _COMMANDS = {
     ),
 }
 
+# A server that is asked to end and ends has done all that was wanted of it.
+_SERVERS = ("serve", "disagg-proxy")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status.
 
     A ValueError is the user's to mend: it is printed as one line, without a traceback.
+    So are SIGINT, with status 130, and SIGTERM, with status 0 for a server and 143
+    otherwise.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if word in _COMMANDS), None)
     try:
-        parser = _parser(command)
-        args = parser.parse_args(words)
-        if args.command is None:
-            parser.print_help()
-            return 0
-        return resolve(f"{_COMMANDS[args.command][1]}:run")(args) or 0
+        with signals_as_exceptions():
+            return _run(command, words)
     except (ValueError, EngineDeadError) as error:
-        print(f"vllm {command}: error: {_one_line(error)}", file=sys.stderr)
-        return 1
+        status, last_words = 1, f"error: {_one_line(error)}"
     except KeyboardInterrupt:
-        return 130
+        status, last_words = 128 + signal.SIGINT, "interrupted"
+    except Terminated as error:
+        status = 0 if command in _SERVERS else int(str(error))
+        last_words = "terminated"
+    print(f"vllm {command}: {last_words}", file=sys.stderr)
+    return status
+
+
+def _run(command: str | None, words: list[str]) -> int:
+    parser = _parser(command)
+    args = parser.parse_args(words)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    return resolve(f"{_COMMANDS[args.command][1]}:run")(args) or 0
 
 
 def _parser(command: str | None) -> FlexibleArgumentParser:

@@ -7,6 +7,7 @@ Knows requests as tokens. Refuses to know text, sockets and callers.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -67,13 +68,13 @@ class EngineCore:
         self.structured_output_manager = StructuredOutputManager(vllm_config)
         executor_class = executor_class or Executor.get_class(vllm_config)
         self.model_executor = executor_class(vllm_config)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.model_executor.shutdown)
             self.kv_cache_config = self._initialize_kv_caches()
             self.scheduler = self._build_scheduler()
+            undo.callback(self.scheduler.shutdown)
             self._exchange_handshakes()
-        except BaseException:
-            self.model_executor.shutdown()
-            raise
+            undo.pop_all()
         self._block_hasher = self._build_block_hasher()
         self._failures: dict[int, list[EngineCoreOutput]] = defaultdict(list)
         logger.info("Engine core is ready after %.1f s", time.monotonic() - started)

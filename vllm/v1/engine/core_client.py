@@ -6,15 +6,16 @@ Knows processes and sockets. Refuses to know text and callers.
 import asyncio
 import contextlib
 import time
-import weakref
 from abc import ABC, abstractmethod
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 import zmq
 
 from vllm.config import VllmConfig
 from vllm.exceptions import EngineDeadError
+from vllm.utils.signals import termination_as_exception
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -114,14 +115,16 @@ class MPClient(EngineCoreClient):
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._next_call_id = 0
         self.core_process = CoreProcess()
-        self._finalizer = weakref.finalize(self, self.core_process.close)
-        try:
-            self._input = self.core_process.open(zmq.PUSH, 0)
-            self._output = self.core_process.open(zmq.PULL, 1)
-            self.core_process.start(vllm_config, executor_class, log_stats)
-        except BaseException:
-            self.shutdown()
-            raise
+        # At exit it comes before multiprocessing waits for the core to end.
+        self._finalizer = Finalize(self, self.core_process.close, exitpriority=0)
+        with termination_as_exception():
+            try:
+                self._input = self.core_process.open(zmq.PUSH, 0)
+                self._output = self.core_process.open(zmq.PULL, 1)
+                self.core_process.start(vllm_config, executor_class, log_stats)
+            except BaseException:
+                self.shutdown()
+                raise
 
     @property
     def process(self) -> BaseProcess:

@@ -5,6 +5,7 @@ Knows processes, pipes and addresses. Refuses to know messages after the first.
 
 import contextlib
 import multiprocessing
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -15,9 +16,12 @@ import zmq
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.utils.network_utils import get_open_zmq_ipc_path, remove_ipc_path
+from vllm.utils.signals import signals_held_back
 from vllm.v1.engine.core_proc import ReadyMessage, run_engine_core
 
 _STOP_GRACE_S = 10.0
+# A core that still starts has nothing to end: it may be in the middle of a long read.
+_STOP_GRACE_AT_START_S = 3.0
 
 
 class CoreProcess:
@@ -32,6 +36,7 @@ class CoreProcess:
         self._sockets: list[zmq.Socket] = []
         self._process: BaseProcess | None = None
         self._lifeline: Connection | None = None
+        self._is_ready = False
 
     @property
     def process(self) -> BaseProcess:
@@ -74,7 +79,11 @@ class CoreProcess:
             # A daemonic process may have no children of its own.
             daemon=vllm_config.parallel_config.world_size == 1,
         )
-        self._process.start()
+        # Starting the tracker, which every process has once, would unblock signals.
+        resource_tracker.ensure_running()
+        # Ctrl-C reaches the whole process group: the front-end decides what it means.
+        with signals_held_back():
+            self._process.start()
         ready_child.close()
         parent_child.close()
         with contextlib.closing(ready):
@@ -83,6 +92,7 @@ class CoreProcess:
             self._process.join(_STOP_GRACE_S)
             kind = ValueError if message.is_user_error else RuntimeError
             raise kind(message.error)
+        self._is_ready = True
         vllm_config.model_config.max_model_len = message.report["max_model_len"]
         for name, value in message.report["cache"].items():
             setattr(vllm_config.cache_config, name, value)
@@ -124,12 +134,15 @@ class CoreProcess:
         for address in self.addresses:
             remove_ipc_path(address)
 
-    @staticmethod
-    def _stop(process: BaseProcess) -> None:
+    def _stop(self, process: BaseProcess) -> None:
         if process.pid is None:
             return  # starting it failed
-        for act in (lambda: None, process.terminate, process.kill):
+        acts = [process.terminate, process.kill]
+        grace = _STOP_GRACE_AT_START_S
+        if self._is_ready:  # it ignores SIGTERM, and leaves with the lifeline
+            acts, grace = [lambda: None, process.kill], _STOP_GRACE_S
+        for act in acts:
             act()
-            process.join(_STOP_GRACE_S)
+            process.join(grace)
             if process.exitcode is not None:
                 return

@@ -9,8 +9,10 @@ import gc
 import os
 import signal
 import sys
+import threading
+import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import zmq
@@ -18,6 +20,8 @@ import zmq
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.plugins import load_general_plugins
+from vllm.utils.network_utils import remove_ipc_path
+from vllm.utils.signals import ignore_interrupts
 from vllm.v1.engine import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -33,6 +37,8 @@ logger = init_logger(__name__)
 NEWS, DEAD = b"\x00", b"\x01"
 # How long the last messages may take to leave when the core goes.
 _LINGER_MS = 2000
+# How long a core whose front-end is gone may take to end, even inside a system call.
+_ORPHAN_GRACE_S = 30.0
 
 
 class ReadyMessage(msgspec.Struct):
@@ -73,16 +79,15 @@ class EngineCoreProc:
         self._abort_decoder = MsgpackDecoder(list[str])
         self._call_decoder = MsgpackDecoder(UtilityCall)
 
-    def run(self, stop_fds: list[int]) -> None:
-        """Serves until one of `stop_fds` becomes readable (or its other end closes)."""
+    def run(self, stop_fd: int) -> None:
+        """Serves until `stop_fd` becomes readable."""
         poller = zmq.Poller()
         poller.register(self._input, zmq.POLLIN)
-        for fd in stop_fds:
-            poller.register(fd, zmq.POLLIN)
+        poller.register(stop_fd, zmq.POLLIN)
         model_ran = True
         while True:
             ready = dict(poller.poll(self._poll_ms(model_ran)))
-            if any(fd in ready for fd in stop_fds):
+            if stop_fd in ready:
                 return
             if self._input in ready:
                 self._receive_all()
@@ -159,14 +164,17 @@ def run_engine_core(
     ready: Connection,
     parent: Connection,
 ) -> None:
-    """The main function of the core's process.
+    """The main function of the core's process, which is born with SIGINT blocked.
 
     Sends a ReadyMessage through `ready`; `parent` closes when the front-end is gone.
     """
-    # Ctrl-C reaches the whole process group: the front-end decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    encode = msgspec.msgpack.encode
+    ignore_interrupts()
+    signal.signal(signal.SIGTERM, _leave)
+    stop_read, stop_write = os.pipe()
+    watch = (parent, stop_write, [input_address, output_address])
+    threading.Thread(
+        target=_leave_with, args=watch, name="lifeline", daemon=True
+    ).start()
     try:
         load_general_plugins()  # what they register, each process has for itself
         core = EngineCore(vllm_config, executor_class, log_stats)
@@ -175,18 +183,17 @@ def run_engine_core(
         if not is_user_error:
             logger.exception("the engine core failed to start")
         text = str(error) or type(error).__name__
-        ready.send_bytes(encode(ReadyMessage(error=text, is_user_error=is_user_error)))
+        _tell(ready, ReadyMessage(error=text, is_user_error=is_user_error))
         sys.exit(1)
+    # Service managers send it to each process, while requests still run.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # What start-up made lives as long as this process: collections, which stop a step
     # for as long as they walk over objects, need not visit it.
     gc.freeze()
     proc = EngineCoreProc(core, input_address, output_address)
-    stop_read, stop_write = os.pipe()
-    signal.signal(signal.SIGTERM, lambda *_: os.write(stop_write, b"x"))
     try:
-        ready.send_bytes(encode(ReadyMessage(report=core.ready_report())))
-        ready.close()
-        proc.run([parent.fileno(), stop_read])
+        _tell(ready, ReadyMessage(report=core.ready_report()))
+        proc.run(stop_read)
     except Exception as error:
         logger.exception("the engine core failed")
         proc.send_dead(f"{type(error).__name__}: {error}")
@@ -194,3 +201,27 @@ def run_engine_core(
     finally:
         core.shutdown()
         proc.close()
+
+
+def _tell(ready: Connection, message: ReadyMessage) -> None:
+    """Sends the outcome of start-up, if there still is somebody to be told."""
+    with contextlib.suppress(BrokenPipeError), contextlib.closing(ready):
+        ready.send_bytes(msgspec.msgpack.encode(message))
+
+
+def _leave(*_: object) -> NoReturn:
+    """Ends this process while it starts. What it unwinds is not interrupted again."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
+def _leave_with(parent: Connection, stop_fd: int, addresses: list[str]) -> None:
+    """Waits for the end of the front-end, and then ends this process with the socket
+    files between them: by SIGTERM while it starts, by `stop_fd` later."""
+    parent.poll(None)
+    for address in addresses:
+        remove_ipc_path(address)
+    os.write(stop_fd, b"x")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_GRACE_S)
+    os._exit(1)
