@@ -112,8 +112,19 @@ def test_a_refused_wish_lists_every_backend_with_its_reason(asked: str) -> None:
             continue
         reasons = CpuPlatform.attn_backend_refusals(backend, LAYER)
         assert f"{backend.name}: {', '.join(reasons)}" in words
-    assert words.index(f"{asked}: ") == min(words.index(f"{n}: ") for n in OF_GPUS)
+    assert words.startswith(f"{asked}: it runs on ")
+    assert words.count(f"{asked}: ") == 1
     assert words.endswith("Choose CPU_ATTN instead.")
+
+
+def test_where_no_backend_serves_the_wish_is_still_named_first() -> None:
+    odd = LAYER._replace(block_size=7)
+    with pytest.raises(ValueError) as error:
+        CpuPlatform.get_attn_backend_cls(AttentionBackendEnum.TRITON_ATTN, odd)
+    words = str(error.value)
+    assert words.startswith("TRITON_ATTN: it runs on ")
+    assert "CPU_ATTN: block size 7" in words
+    assert words.endswith("On cpu, mend what keeps CPU_ATTN from it.")
 
 
 def test_a_command_line_that_asks_for_it_ends_with_that_error(tmp_path: Path) -> None:
@@ -129,5 +140,8 @@ def test_a_command_line_that_asks_for_it_ends_with_that_error(tmp_path: Path) ->
     assert ended.returncode != 0
     said = (ended.stdout + ended.stderr).splitlines()
     (line,) = [text for text in said if "Choose CPU_ATTN instead" in text]
+    assert line.startswith(
+        "vllm serve: error: FLASHINFER: it runs on cuda, not on cpu."
+    )
     for name in OF_GPUS:
         assert f"{name}: it runs on " in line

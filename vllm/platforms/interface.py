@@ -303,7 +303,7 @@ class Platform:
         of the priority list that serves it.
 
         Raises ValueError with every backend of this build that does not serve it, and
-        all its reasons; the selected one comes first.
+        all its reasons: the selected one first, then the others, then the way out.
         """
         chosen_by = "as asked" if selected_backend else f"default on {cls.device_name}"
         candidates = (
@@ -323,13 +323,20 @@ class Platform:
                 )
                 return backend.get_path()
             refusals[backend.name] = reasons
-        refusals |= cls._other_refusals(attn_selector_config, refusals.keys())
-        raise ValueError(
-            f"No attention backend on {cls.device_name} serves head size "
-            f"{attn_selector_config.head_size}, model dtype "
+        others = cls._other_refusals(attn_selector_config, refusals.keys())
+        layer = (
+            f"head size {attn_selector_config.head_size}, model dtype "
             f"{str(attn_selector_config.dtype).removeprefix('torch.')}, KV cache dtype "
-            f"{attn_selector_config.kv_cache_dtype}. {_listed(refusals)}."
-            + cls._way_out(selected_backend, attn_selector_config)
+            f"{attn_selector_config.kv_cache_dtype}"
+        )
+        if selected_backend is None:
+            raise ValueError(
+                f"No attention backend on {cls.device_name} serves {layer}. "
+                f"{_listed(refusals | others)}."
+            )
+        listed = f" Other backends, for {layer}: {_listed(others)}." if others else ""
+        raise ValueError(
+            f"{_listed(refusals)}.{listed}{cls._way_out(attn_selector_config)}"
         )
 
     @classmethod
@@ -364,20 +371,18 @@ class Platform:
         cls.get_attn_backend_cls(asked, selector)
 
     @classmethod
-    def _way_out(
-        cls,
-        selected_backend: AttentionBackendEnum | None,
-        attn_selector_config: AttentionSelectorConfig,
-    ) -> str:
-        """Backends that would serve the layer, if another one was asked for."""
-        if selected_backend is None:
-            return ""
+    def _way_out(cls, attn_selector_config: AttentionSelectorConfig) -> str:
+        """Backends that serve a layer for which another one was asked."""
+        candidates = cls.attn_backend_priority(attn_selector_config)
         serving = [
             backend.name
-            for backend in cls.attn_backend_priority(attn_selector_config)
+            for backend in candidates
             if not cls.attn_backend_refusals(backend, attn_selector_config)
         ]
-        return f" Choose {' or '.join(serving)} instead." if serving else ""
+        if serving:
+            return f" Choose {' or '.join(serving)} instead."
+        names = " or ".join(backend.name for backend in candidates)
+        return f" On {cls.device_name}, mend what keeps {names} from it."
 
 
 def _listed(refusals: dict[str, list[str]]) -> str:
