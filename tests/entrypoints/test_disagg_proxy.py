@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 
 from tests.remote_server import RemoteCommand, RemoteServer
 from tests.tiny_model import tiny_model  # noqa: F401
+from vllm.entrypoints.cli.main import main
 from vllm.entrypoints.disagg.proxy import (
     Servers,
     build_app,
@@ -249,11 +250,57 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     assert "the decode server broke off" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("", "names no host"),
+        ("http://", "names no host"),
+        (":8000", "names no host"),
+        ("ftp://a:1", "scheme 'ftp'"),
+        ("://a:1", "scheme ''"),
+        ("a:", "port must be 1 to 65535"),
+        ("a:0", "port must be 1 to 65535"),
+        ("a:70000", "0-65535"),
+        ("a:-1", "[Pp]ort"),
+        ("a:b", "[Pp]ort"),
+        ("http//a:1", "// in an odd place"),
+        ("http:/a:1", "port must be"),
+        ("a b:1", "blanks"),
+        ("a,b:1", "'a,b' is no name"),
+        ("http://[::1:8000", "IPv6"),
+        ("a:1/?x=1", "more than a path"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_what_is_no_url_is_refused_at_the_start(
+    kind: str, url: str, words: str
+) -> None:
+    good = {"prefill": ["a:1"], "decode": ["b:1"]}
+    with pytest.raises(ValueError, match=words) as caught:
+        build_app(**{**good, kind: [url]})
+    message = str(caught.value)
+    assert message.startswith(f"--{kind} {url!r}: ")
+    assert "expected HOST:PORT" in message and "\n" not in message
+
+
+def test_a_server_is_named_once() -> None:
+    with pytest.raises(ValueError, match="--decode names http://b:1 twice"):
+        build_app(["a:1"], ["b:1", "http://B:1/v1"])
+
+
+def test_the_command_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["disagg-proxy", "--prefill", "ftp://a", "--decode", "b:1", "--port", "0"]
+    assert main(words) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllm disagg-proxy: error: --prefill 'ftp://a': ")
+
+
 def test_servers_take_turns() -> None:
-    servers = Servers("decode", ["a:1", "http://b:2/", "https://c:3/v1"])
-    a, b, c = "http://a:1", "http://b:2", "https://c:3"
-    turns = [servers.in_turn() for _ in range(4)]
-    assert turns == [[a, b, c], [b, c, a], [c, a, b], [a, b, c]]
+    servers = Servers("decode", ["a:1", "http://b:2/", "https://c:3/v1", "[::1]:4/x/"])
+    a, b, c, d = "http://a:1", "http://b:2", "https://c:3", "http://[::1]:4/x"
+    turns = [servers.in_turn() for _ in range(5)]
+    assert turns[:2] == [[a, b, c, d], [b, c, d, a]]
+    assert turns[3:] == [[d, a, b, c], [a, b, c, d]]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import httpx
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from vllm.entrypoints.disagg.server_url import server_url
 from vllm.entrypoints.openai.disconnect import until_disconnect
 from vllm.entrypoints.openai.errors import error_response, install_error_handlers
 from vllm.logger import init_logger
@@ -64,22 +65,25 @@ class Servers:
     """Servers of one kind, each first in its turn."""
 
     def __init__(self, kind: str, urls: list[str]) -> None:
-        """ValueError for none."""
+        """ValueError for none, for what is no URL of a server and for one given
+        twice."""
         if not urls:
             raise ValueError(f"no {kind} server is given: pass --{kind} URL")
-        self.kind, self.urls = kind, [_url(url) for url in urls]
+        self.kind = kind
+        self.urls: list[str] = []
+        for text in urls:
+            url = server_url(text, f"--{kind}")
+            if url in self.urls:
+                raise ValueError(
+                    f"--{kind} names {url} twice: servers take turns, name each once"
+                )
+            self.urls.append(url)
         self._turn = 0
 
     def in_turn(self) -> list[str]:
         """All of them, to be tried in this order."""
         turn, self._turn = self._turn, (self._turn + 1) % len(self.urls)
         return self.urls[turn:] + self.urls[:turn]
-
-
-def _url(text: str) -> str:
-    """The base URL that "host:port", "http://host:port/" or ".../v1" stands for."""
-    whole = text if "://" in text else f"http://{text}"
-    return whole.rstrip("/").removesuffix("/v1")
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -331,7 +335,8 @@ async def health(raw: Request) -> Response:
 
 
 def build_app(prefill: list[str], decode: list[str]) -> FastAPI:
-    """The application over servers given by URL. ValueError when either is empty."""
+    """The application over servers given by URL. ValueError, naming the option, when
+    either is empty or an URL is of no use."""
     kinds = Servers("prefill", prefill), Servers("decode", decode)
 
     @asynccontextmanager
