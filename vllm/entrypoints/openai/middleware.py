@@ -8,6 +8,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
+def route_path(scope: Scope) -> str:
+    """The path of a request without the server's own root path."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
 class ApiKeyMiddleware:
     """Answers 401 to /v1 requests that carry none of the keys."""
 
@@ -22,7 +27,7 @@ class ApiKeyMiddleware:
         await self.app(scope, receive, send)
 
     def _guarded(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = route_path(scope)
         if not path.startswith("/v1") or scope["method"] == "OPTIONS":
             return False
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -50,14 +55,18 @@ class RequestIdMiddleware:
         await self.app(scope, receive, send_with_id)
 
 
+# What watches a server is no load: monitors ask these all the time.
+_NO_LOAD = frozenset({"/load", "/health", "/ping", "/metrics", "/version"})
+
+
 class LoadMiddleware:
-    """Counts requests in flight in `state.in_flight`."""
+    """Counts requests in flight in `state.in_flight`, but for those of monitors."""
 
     def __init__(self, app: ASGIApp, state: Any) -> None:
         self.app, self.state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or route_path(scope) in _NO_LOAD:
             await self.app(scope, receive, send)
             return
         self.state.in_flight += 1
