@@ -68,6 +68,35 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--head-size", "7"], "an even number of at least 2"),
+        (["--head-size", "0"], "an even number of at least 2"),
+        (["--head-size", "-64"], "an even number of at least 2"),
+        (["--head-size", "64.0"], "an even number of at least 2"),
+        (["--head-size-v", "7"], "an even number of at least 0"),
+        (["--head-size-v", "-2"], "an even number of at least 0"),
+        (["--kv-heads", "0"], "a whole number of at least 1"),
+        (["--kv-heads", "-8"], "a whole number of at least 1"),
+        (["--kv-heads", "nan"], "a whole number of at least 1"),
+        (["--block-size", "0"], "a whole number of at least 1"),
+        (["--block-size", "-16"], "a whole number of at least 1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["fp8", "turboquant_4bit_nc", "nvfp4", "fp8_ds_mla"])
+def test_sizes_that_no_model_has_are_refused_by_name(
+    name: str, arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command.main([name, *arguments])
+    assert ended.value.code == 2
+    option, value = arguments
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {option}: '{value}': expected {expected}" in last
+
+
 def test_names_need_no_torch() -> None:
     code = "import sys, vllm.v1.kv_formats.mode; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
