@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from vllm.config import (
     AttentionConfig,
@@ -40,7 +41,8 @@ def _flag(default: bool | None, help_text: str) -> Any:
     return _arg(default, help_text, action=argparse.BooleanOptionalAction)
 
 
-def _memory(text: str) -> int:
+def memory_option(text: str) -> int:
+    """What argparse takes for an amount of memory."""
     try:
         return parse_size(text)
     except ValueError as error:
@@ -103,7 +105,7 @@ class EngineArgs:
     mamba_cache_dtype: str = _arg("auto", "dtype of convolution states")
     mamba_ssm_cache_dtype: str = _arg("auto", "dtype of recurrent states")
     kv_cache_memory_bytes: int | str | None = _arg(
-        None, "memory of the KV cache, for example 4GiB", type=_memory
+        None, "memory of the KV cache, for example 4GiB", type=memory_option
     )
     gpu_memory_utilization: float = _arg(0.92, "share of device memory", type=float)
     num_gpu_blocks_override: int | None = _arg(None, "blocks in the pool", type=int)
@@ -146,8 +148,16 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         load_general_plugins()
+        for entry in dataclasses.fields(self):
+            if isinstance(getattr(self, entry.name), bool) and _is_number(entry.type):
+                raise ValueError(
+                    f"{entry.name}={getattr(self, entry.name)}: expected a number"
+                )
         if self.kv_cache_memory_bytes is not None:
-            self.kv_cache_memory_bytes = parse_size(self.kv_cache_memory_bytes)
+            try:
+                self.kv_cache_memory_bytes = parse_size(self.kv_cache_memory_bytes)
+            except ValueError as error:
+                raise ValueError(f"kv_cache_memory_bytes: {error}") from None
 
     @classmethod
     def add_cli_args(cls, parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
@@ -262,16 +272,17 @@ class EngineArgs:
                 "--kv-transfer-config: leave one out, or name OffloadingConnector "
                 "beside the other in a MultiConnector"
             )
-        if self.kv_offloading_size <= 0:
+        size = self.kv_offloading_size
+        if not isinstance(size, (int, float)) or not 0 < size < math.inf:
             raise ValueError(
-                f"--kv-offloading-size {self.kv_offloading_size} is no amount of "
-                "memory: expected a number of GiB above 0"
+                f"--kv-offloading-size {size} is no amount of memory: expected a "
+                "number of GiB above 0, for example 4; or leave it out"
             )
         return KVTransferConfig(
             kv_connector="OffloadingConnector",
             kv_role="kv_both",
             kv_connector_extra_config={
-                "cpu_bytes_to_use": int(self.kv_offloading_size * GiB_bytes)
+                "cpu_bytes_to_use": max(int(size * GiB_bytes), 1)
             },
         )
 
@@ -280,6 +291,12 @@ class EngineArgs:
         if self.attention_backend is not None:
             values["backend"] = self.attention_backend
         return AttentionConfig(**values)
+
+
+def _is_number(kind: Any) -> bool:
+    """Says whether a field of this type takes numbers, and no truth values."""
+    kinds = {kind, *get_args(kind)}
+    return bool(kinds & {int, float}) and bool not in kinds
 
 
 def _as(config_cls: type, value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from typing import TYPE_CHECKING, ClassVar
 
@@ -68,10 +69,10 @@ class CpuPlatform(Platform):
         """Bytes for the KV cache when none were asked for: VLLM_CPU_KVCACHE_SPACE in
         GiB, else 4 GiB or half of the memory that is available, whichever is less."""
         asked = envs.VLLM_CPU_KVCACHE_SPACE
-        if asked < 0:
+        if not 0 <= asked < math.inf:
             raise ValueError(
                 f"VLLM_CPU_KVCACHE_SPACE={asked}: expected a positive number of GiB, "
-                "or 0 to choose one."
+                "or 0 to have one chosen"
             )
         if asked:
             return int(asked * GiB_bytes)

@@ -1,5 +1,6 @@
 """Reads and prints amounts of memory, and asks the system how much there is."""
 
+import math
 import re
 from pathlib import Path
 
@@ -33,20 +34,24 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _MEMINFO = Path("/proc/meminfo")
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes of a size such as "256MiB", "4GiB", "1.5g" or "1048576".
+def parse_size(given: str | float) -> int:
+    """Bytes of a size such as "256MiB", "4GiB", "1.5g", "1048576" or 1048576.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything else, and for less than a byte.
     """
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text)
-    if not match or match[2].lower() not in _UNITS:
+    size = 0.0
+    if isinstance(given, str):
+        match = _SIZE.fullmatch(given)
+        if match and match[2].lower() in _UNITS:
+            size = float(match[1]) * _UNITS[match[2].lower()]
+    elif isinstance(given, (int, float)) and not isinstance(given, bool):
+        size = given
+    if not 1 <= size < math.inf:
         raise ValueError(
-            f"{text!r} is not an amount of memory: expected a number with an optional "
-            "unit, for example 4GiB, 256MiB or 1048576"
+            f"{given!r} is not an amount of memory: expected a number above 0 with an "
+            "optional unit, for example 4GiB, 256MiB or 1048576"
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(size)
 
 
 def format_gib(num_bytes: float) -> str:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import EngineArgs, memory_option
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.utils.mem_constants import GiB_bytes
-from vllm.utils.mem_utils import format_bytes, parse_size
+from vllm.utils.mem_utils import format_bytes
 from vllm.v1.core.kv_cache_report import KVPlan, kv_plan
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_formats import all_formats
@@ -29,7 +29,11 @@ DEFAULT_MODEL = "smollm2-135m"
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", default=DEFAULT_MODEL, help="model to plan for")
-    add("--memory", default=None, help="memory of the KV cache, for example 4GiB")
+    add(
+        "--memory",
+        type=memory_option,
+        help="memory of the KV cache, for example 4GiB",
+    )
     add("--all", action="store_true", help="compare every format")
     add("--json", action="store_true", help="print JSON")
     EngineArgs.add_cli_args(parser)
@@ -41,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.model = args.model
     if args.memory is not None:
-        engine_args.kv_cache_memory_bytes = parse_size(args.memory)
+        engine_args.kv_cache_memory_bytes = args.memory
     elif engine_args.kv_cache_memory_bytes is None:
         engine_args.kv_cache_memory_bytes = 4 * GiB_bytes
     if args.all:

@@ -64,7 +64,7 @@ class EngineCore:
         # What is refused by name is refused before weights are read.
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and vllm_config.kv_transfer_is_on:
-            KVConnectorFactory.get_connector_class(transfer)
+            KVConnectorFactory.check_config(transfer)
         self.structured_output_manager = StructuredOutputManager(vllm_config)
         executor_class = executor_class or Executor.get_class(vllm_config)
         self.model_executor = executor_class(vllm_config)

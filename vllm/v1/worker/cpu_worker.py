@@ -28,6 +28,7 @@ class CPUWorker(WorkerBase):
                 f"dtype {dtype} does not run on a CPU: expected one of "
                 f"{', '.join(names)} (--dtype)"
             )
+        self.determine_available_memory()  # what never fits is said before loading
         current_platform.seed_everything(self.model_config.seed)
         self.model_runner = GPUModelRunner(self.vllm_config, self.device)
 

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_capacity import (
     wants_auto_fit,
 )
 from vllm.v1.core.kv_cache_grouping import get_kv_cache_groups
+from vllm.v1.core.kv_cache_tensors import pool_bytes_per_block
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.kv_cache_layout import (
     DEFAULT_LAYOUTS,
@@ -106,7 +107,8 @@ def _format_name(layer: AttentionLayerBase, vllm_config: VllmConfig) -> str:
 
 def check_asked_memory(vllm_config: VllmConfig) -> None:
     """ValueError when the memory that the KV cache was given, as far as that is known
-    without a look at the device, does not hold one request. Needs layers, no weights.
+    without a look at the device, does not hold one request, or that of a connector no
+    block. Needs layers, no weights.
     """
     cache = vllm_config.cache_config
     decided_later = (
@@ -118,6 +120,11 @@ def check_asked_memory(vllm_config: VllmConfig) -> None:
     if specs:
         groups = get_kv_cache_groups(vllm_config, specs)
         check_enough_kv_cache_memory(vllm_config, groups, cache.kv_cache_memory_bytes)
+        if vllm_config.kv_transfer_is_on:
+            resolve(_CONNECTOR_FACTORY).check_config(
+                vllm_config.kv_transfer_config,
+                pool_bytes_per_block(vllm_config, groups),
+            )
 
 
 def resolve_layout(

@@ -111,6 +111,18 @@ class KVConnectorFactory:
         return all(cls.supports_hma_config(c) for c in children(kv_transfer_config))
 
     @classmethod
+    def check_config(
+        cls, kv_transfer_config: KVTransferConfig, block_bytes: int | None = None
+    ) -> None:
+        """ValueError for a connector that is not there, and for what its class refuses
+        by its `check_config`; as `get_connector_class` otherwise."""
+        found = cls.get_connector_class(kv_transfer_config)
+        # A class from elsewhere may have been written before this was asked.
+        check = getattr(found, "check_config", None)
+        if check is not None:
+            check(kv_transfer_config, block_bytes)
+
+    @classmethod
     def create_connector(
         cls,
         config: VllmConfig,

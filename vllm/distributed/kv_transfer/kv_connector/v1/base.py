@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -139,6 +139,14 @@ class KVConnectorBase_V1(ABC):
         return False
 
     # --- of the class -----------------------------------------------------------------
+
+    @classmethod
+    def check_config(
+        cls, transfer: KVTransferConfig, block_bytes: int | None = None
+    ) -> None:
+        """ValueError for settings that cannot be served. Asked before weights are read:
+        at first, and again when it is known how many bytes a block has."""
+        return None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

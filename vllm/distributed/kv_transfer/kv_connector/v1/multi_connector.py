@@ -68,6 +68,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         return child_configs(transfer)
 
     @classmethod
+    def check_config(
+        cls, transfer: KVTransferConfig, block_bytes: int | None = None
+    ) -> None:
+        for child in cls.child_configs(transfer):
+            KVConnectorFactory.check_config(child, block_bytes)
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """What the children agree on. ValueError when they want different orders."""
         wishes: dict[str, str] = {}

@@ -59,6 +59,20 @@ def pool_bytes_per_block(plan: KVCacheConfig) -> int:
 
 
 def _num_slots(transfer: KVTransferConfig, slot_bytes: int) -> int:
+    num_blocks, size = _asked(transfer)
+    found = num_blocks or size // slot_bytes
+    if found < 2:
+        raise ValueError(
+            f"OffloadingConnector has room for {found} blocks of {slot_bytes} bytes in "
+            f"{size} bytes: give it more (cpu_bytes_to_use, num_cpu_blocks or "
+            "--kv-offloading-size)"
+        )
+    return found
+
+
+def _asked(transfer: KVTransferConfig) -> tuple[int, int]:
+    """(blocks, bytes) of host memory as asked for, of which one may be 0. ValueError
+    for numbers that are none."""
     num_blocks = transfer.get_from_extra_config("num_cpu_blocks", None)
     size = transfer.get_from_extra_config("cpu_bytes_to_use", None)
     if num_blocks is None and size is None:
@@ -66,17 +80,22 @@ def _num_slots(transfer: KVTransferConfig, slot_bytes: int) -> int:
             "OffloadingConnector needs a size: pass --kv-offloading-size GiB, or set "
             'kv_connector_extra_config={"cpu_bytes_to_use": bytes}'
         )
-    found = int(num_blocks or _size(size) // slot_bytes)
-    if found < 2:
+    if num_blocks is None:
+        return 0, _size(transfer, "cpu_bytes_to_use")
+    if type(num_blocks) is not int or num_blocks < 2:
         raise ValueError(
-            f"OffloadingConnector has room for {found} blocks of {slot_bytes} bytes: "
-            "give it more (cpu_bytes_to_use, num_cpu_blocks or --kv-offloading-size)"
+            f"OffloadingConnector: num_cpu_blocks={num_blocks!r}: expected a whole "
+            "number of at least 2, or cpu_bytes_to_use instead"
         )
-    return found
+    return num_blocks, 0
 
 
-def _size(given: str | float) -> int:
-    return parse_size(given if isinstance(given, str) else int(given))
+def _size(transfer: KVTransferConfig, name: str) -> int:
+    """Bytes of a setting of this name. ValueError for what is no amount of memory."""
+    try:
+        return parse_size(transfer.get_from_extra_config(name, None))
+    except ValueError as error:
+        raise ValueError(f"OffloadingConnector: {name}: {error}") from None
 
 
 class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
@@ -105,10 +124,12 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         policy = transfer.get_from_extra_config("eviction_policy", "lru")
         events = vllm_config.kv_events_config
         limit = transfer.get_from_extra_config("disk_bytes_to_use", None)
+        if limit is not None:
+            limit = _size(transfer, "disk_bytes_to_use")
         self.scheduler = OffloadingScheduler(
             PrefixBlocks(kv_cache_config),
             SlotCache(num_slots, policy_by_name(policy, num_slots)),
-            store and DiskIndex(store, None if limit is None else _size(limit)),
+            store and DiskIndex(store, limit),
             num_workers=vllm_config.parallel_config.world_size,
             block_bytes=slot_bytes,
             loads=transfer.is_kv_consumer,
@@ -235,6 +256,19 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.worker is not None:
             self.worker.shutdown()
+
+    @classmethod
+    def check_config(
+        cls, transfer: KVTransferConfig, block_bytes: int | None = None
+    ) -> None:
+        """ValueError for sizes that are none, and for memory that the host has not."""
+        _, num_bytes = _asked(transfer)
+        if transfer.get_from_extra_config("disk_bytes_to_use", None) is not None:
+            _size(transfer, "disk_bytes_to_use")
+        policy_by_name(transfer.get_from_extra_config("eviction_policy", "lru"), 2)
+        if block_bytes is not None:
+            num_bytes = _num_slots(transfer, block_bytes) * block_bytes
+        _check_memory(num_bytes)
 
     @classmethod
     def build_kv_connector_stats(
