@@ -23,6 +23,10 @@ from vllm.v1.worker.layer_specs import (
     get_layer_formats,
 )
 
+_WHY_MIXED = """
+Layers in another format: their numbers, and the format that they store instead of the
+one that the line begins with. --kv-cache-dtype-skip-layers chooses them; TurboQuant
+leaves the first two and the last two out, unless it says none."""
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -131,18 +135,29 @@ def _print_comparison(engine_args: EngineArgs, as_json: bool) -> int:
         }
         print(json.dumps(table, indent=2))
         return 0
-    print(
+    print(_table(rows))
+    return 0
+
+
+def _table(rows: list[tuple[str, KVPlan | None, str]]) -> str:
+    """A line per format. Where some layers store another one, a column says which, and
+    a last line says why."""
+    plans = [plan for _, plan, _ in rows if plan is not None]
+    is_mixed = any(plan.other_formats() for plan in plans)
+    lines = [
         f"{'format':22} {'bytes/token':>12} {'vs bf16':>8} {'tokens':>12} "
-        f"{'concurrency':>12}  layers kept dense"
-    )
+        f"{'concurrency':>12}" + ("  layers in another format" if is_mixed else "")
+    ]
     for name, plan, reason in rows:
         if plan is None:
-            print(f"{name:22} refused: {reason}")
+            lines.append(f"{name:22} refused: {reason}")
             continue
-        dense = [g.layers for g in plan.groups if g.format_id != plan.format_id]
-        print(
+        others = [f"{layers} in {fmt}" for layers, fmt in plan.other_formats()]
+        lines.append(
             f"{name:22} {plan.bytes_per_token:12,.0f} {plan.saving:7.2f}x "
             f"{plan.capacity_tokens:12,} {plan.max_concurrency:11.2f}x  "
-            f"{' '.join(dense)}"
+            f"{'; '.join(others)}".rstrip()
         )
-    return 0
+    if is_mixed:
+        lines.append(_WHY_MIXED)
+    return "\n".join(lines)

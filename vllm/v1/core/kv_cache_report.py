@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheSpec,
     get_kv_cache_spec_kind,
 )
-from vllm.v1.kv_formats import by_name
+from vllm.v1.kv_formats import by_id, by_name
 
 # What a format is compared with: the cache that keeps every element in two bytes.
 DENSE_REFERENCE = "bfloat16"
@@ -73,6 +73,14 @@ class KVPlan:
         """How many times more tokens fit than in a bfloat16 cache."""
         return self.dense_bytes_per_token / self.bytes_per_token
 
+    def other_formats(self) -> list[tuple[str, str]]:
+        """(layers, format) of the attention layers that do not store the format that
+        was asked for, such as ("0-1,28-29", "bfloat16"). The arrangement that a backend
+        chooses makes no other format of it."""
+        asked = _bare_name(self.format_id)
+        named = [(g.layers, _bare_name(g.format_id)) for g in self.groups]
+        return [(layers, name) for layers, name in named if name not in ("", asked)]
+
     def as_dict(self) -> dict[str, Any]:
         return {
             **asdict(self),
@@ -80,6 +88,13 @@ class KVPlan:
             "dense_bytes_per_token": self.dense_bytes_per_token,
             "saving": self.saving,
         }
+
+
+def _bare_name(format_id: str) -> str:
+    """The name of a format, without its arrangement and the backend that packs it;
+    nothing for layers whose states have no format."""
+    found = format_id.partition(" by ")[0]
+    return by_id(found).name if found else ""
 
 
 def kv_plan(
