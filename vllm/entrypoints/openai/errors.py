@@ -81,9 +81,13 @@ def _validation_error(error: RequestValidationError) -> ErrorResponse:
     # A field that takes several types has one complaint for each of them.
     field = where[0]
     same = [e["msg"] for e in error.errors() if field in map(str, e["loc"])]
+    same = [text.removeprefix("Value error, ") for text in same]
     message = f"{field}: {'; or '.join(dict.fromkeys(same))}"
-    if "input" in first and isinstance(first["input"], (str, int, float, bool)):
-        message += f", got {first['input']!r}"
+    given = first.get("input")
+    if isinstance(given, bool):
+        message += f", got {str(given).lower()}"  # as JSON spells it
+    elif isinstance(given, (str, int, float)):
+        message += f", got {given!r}"
     return error_response(message, HTTPStatus.BAD_REQUEST, field)
 
 

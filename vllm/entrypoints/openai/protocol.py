@@ -1,18 +1,80 @@
-"""Requests and responses of the HTTP API, in the OpenAI shape with vLLM's extensions.
+"""Requests to the HTTP API, in the OpenAI shape with vLLM's extensions; and, by name,
+the answers to them.
 
 Says which fields exist and what they mean to the sampler. Knows nothing of the engine.
 """
 
 import math
-import time
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from vllm.entrypoints.openai.output_form import structured_outputs
-from vllm.entrypoints.openai.protocol_base import OpenAIModel, random_uuid
+from vllm.entrypoints.openai.protocol_answers import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatDelta,
+    ChatLogProbContent,
+    ChatLogProbs,
+    ChatMessage,
+    ChatTopLogProb,
+    ChoiceExtras,
+    CompletionChoice,
+    CompletionLogProbs,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorInfo,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    ModelPermission,
+    PromptTokensDetails,
+    TokenizeResponse,
+    UsageInfo,
+)
+from vllm.entrypoints.openai.protocol_base import (
+    Float,
+    Int,
+    OpenAIModel,
+    TokenId,
+    check_messages,
+    random_uuid,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+__all__ = [
+    "ChatChoice",
+    "ChatChunkChoice",
+    "ChatCompletionChunk",
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "ChatDelta",
+    "ChatLogProbContent",
+    "ChatLogProbs",
+    "ChatMessage",
+    "ChatTopLogProb",
+    "ChoiceExtras",
+    "CompletionChoice",
+    "CompletionLogProbs",
+    "CompletionRequest",
+    "CompletionResponse",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "ErrorInfo",
+    "ErrorResponse",
+    "GenerationRequest",
+    "ModelCard",
+    "ModelList",
+    "ModelPermission",
+    "PromptTokensDetails",
+    "StreamOptions",
+    "TokenizeRequest",
+    "TokenizeResponse",
+    "UsageInfo",
+]
 
 # Former names of constraints on the form of the output: refused, because ignoring one
 # would silently return unconstrained text.
@@ -24,59 +86,6 @@ _FORMER_CONSTRAINTS = {
 }
 
 
-class ErrorInfo(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: int
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorInfo
-
-
-class ModelPermission(BaseModel):
-    id: str = Field(default_factory=lambda: f"modelperm-{random_uuid()}")
-    object: str = "model_permission"
-    created: int = Field(default_factory=lambda: int(time.time()))
-    allow_create_engine: bool = False
-    allow_sampling: bool = True
-    allow_logprobs: bool = True
-    allow_search_indices: bool = False
-    allow_view: bool = True
-    allow_fine_tuning: bool = False
-    organization: str = "*"
-    group: str | None = None
-    is_blocking: bool = False
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: str = "model"
-    created: int = Field(default_factory=lambda: int(time.time()))
-    owned_by: str = "vllm"
-    root: str | None = None
-    parent: str | None = None
-    max_model_len: int | None = None
-    permission: list[ModelPermission] = Field(default_factory=list)
-
-
-class ModelList(BaseModel):
-    object: str = "list"
-    data: list[ModelCard] = Field(default_factory=list)
-
-
-class PromptTokensDetails(BaseModel):
-    cached_tokens: int | None = None
-
-
-class UsageInfo(BaseModel):
-    prompt_tokens: int = 0
-    total_tokens: int = 0
-    completion_tokens: int | None = 0
-    prompt_tokens_details: PromptTokensDetails | None = None
-
-
 class StreamOptions(OpenAIModel):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -86,34 +95,34 @@ class GenerationRequest(OpenAIModel):
     """The fields that completions and chat completions share."""
 
     model: str | None = None
-    n: int = 1
-    seed: int | None = None
+    n: Int = 1
+    seed: Int | None = None
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    logit_bias: dict[str, Float] | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
     # extensions
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool = False
-    min_tokens: int = 0
+    min_tokens: Int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    allowed_token_ids: list[TokenId] | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     add_special_tokens: bool = True
-    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
+    priority: Int = Field(default=0, ge=-(2**63), lt=2**63)
     request_id: str = Field(default_factory=random_uuid, min_length=1, max_length=256)
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -221,12 +230,12 @@ class GenerationRequest(OpenAIModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] | None = None
-    max_tokens: int | None = Field(default=16)
-    logprobs: int | None = None
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
+    max_tokens: Int | None = Field(default=16)
+    logprobs: Int | None = None
     echo: bool = False
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":
@@ -273,10 +282,10 @@ class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = 0
+    top_logprobs: Int | None = 0
     echo: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -311,17 +320,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":
-        if not self.messages:
-            raise VLLMValidationError(
-                "messages must hold at least one message", parameter="messages"
-            )
-        for i, message in enumerate(self.messages):
-            role = message.get("role")
-            if not isinstance(role, str) or not role:
-                raise VLLMValidationError(
-                    f"messages[{i}].role must be a non-empty string, got {role!r}",
-                    parameter=f"messages[{i}].role",
-                )
+        check_messages(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise VLLMValidationError(
                 "top_logprobs needs logprobs=true", parameter="top_logprobs"
@@ -357,94 +356,6 @@ class ChatCompletionRequest(GenerationRequest):
         )
 
 
-class CompletionLogProbs(BaseModel):
-    text_offset: list[int] = Field(default_factory=list)
-    token_logprobs: list[float | None] = Field(default_factory=list)
-    tokens: list[str] = Field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = Field(default_factory=list)
-
-
-class ChoiceExtras(BaseModel):
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-
-
-class CompletionChoice(ChoiceExtras):
-    index: int
-    text: str
-    logprobs: CompletionLogProbs | None = None
-    prompt_logprobs: list[Any] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class CompletionResponse(BaseModel):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageInfo | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-class ChatTopLogProb(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None = None
-
-
-class ChatLogProbContent(ChatTopLogProb):
-    top_logprobs: list[ChatTopLogProb] = Field(default_factory=list)
-
-
-class ChatLogProbs(BaseModel):
-    content: list[ChatLogProbContent] | None = None
-
-
-class ChatMessage(BaseModel):
-    role: str = "assistant"
-    content: str | None = None
-
-
-class ChatDelta(BaseModel):
-    role: str | None = None
-    content: str | None = None
-
-
-class ChatChoice(ChoiceExtras):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogProbs | None = None
-
-
-class ChatChunkChoice(ChoiceExtras):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogProbs | None = None
-
-
-class ChatCompletionResponse(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: UsageInfo
-    prompt_logprobs: list[Any] | None = None
-    prompt_token_ids: list[int] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-class ChatCompletionChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: UsageInfo | None = None
-
-
 class TokenizeRequest(OpenAIModel):
     """POST /tokenize: of a prompt, or of messages through the chat template."""
 
@@ -465,22 +376,13 @@ class TokenizeRequest(OpenAIModel):
             raise VLLMValidationError(
                 "give either prompt or messages", parameter="prompt"
             )
+        if self.messages is not None:
+            check_messages(self.messages)
         return self
-
-
-class TokenizeResponse(BaseModel):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
 
 
 class DetokenizeRequest(OpenAIModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
-
-
-class DetokenizeResponse(BaseModel):
-    prompt: str
+    tokens: list[TokenId]

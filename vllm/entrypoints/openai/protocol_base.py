@@ -1,9 +1,9 @@
 """What every body of the HTTP API shares: unknown fields, ids, valid Unicode."""
 
 import uuid
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, model_validator
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -34,6 +34,35 @@ def _fault_in(value: Any, where: str) -> tuple[str, str] | None:
     else:
         return None
     return next((found for k, v in parts if (found := _fault_in(v, k))), None)
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+# JSON keeps true and 1 apart; Python would not.
+Int = Annotated[int, BeforeValidator(_no_boolean)]
+Float = Annotated[float, BeforeValidator(_no_boolean)]
+# There may be very many of these: pydantic alone looks at them.
+TokenId = Annotated[int, Strict()]
+
+
+def check_messages(messages: list[dict[str, Any]]) -> None:
+    """VLLMValidationError for a conversation that no template can render: one without
+    messages, or with a role that is no text. Which roles there are, a template says."""
+    if not messages:
+        raise VLLMValidationError(
+            "messages must hold at least one message", parameter="messages"
+        )
+    for i, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or not role.strip():
+            raise VLLMValidationError(
+                f"messages[{i}].role must be a non-empty string, got {role!r}",
+                parameter=f"messages[{i}].role",
+            )
 
 
 class OpenAIModel(BaseModel):

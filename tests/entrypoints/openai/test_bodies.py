@@ -1,0 +1,126 @@
+"""What a body may not hold. No engine is needed to say so."""
+
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from vllm.entrypoints.openai.errors import install_error_handlers
+from vllm.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES: dict[type, dict[str, Any]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatCompletionRequest: {"messages": MESSAGES},
+    TokenizeRequest: {"messages": MESSAGES},
+    DetokenizeRequest: {"tokens": [1]},
+}
+
+
+def kinds(schema: dict[str, Any]) -> set[str]:
+    """JSON types that a field takes, at its top level."""
+    return {part.get("type", "") for part in schema.get("anyOf", [schema])}
+
+
+def numeric_fields(model: type) -> list[str]:
+    fields = model.model_json_schema()["properties"]  # type: ignore[attr-defined]
+    return [n for n, schema in fields.items() if kinds(schema) & {"integer", "number"}]
+
+
+def lists_of_numbers(model: type) -> list[str]:
+    fields = model.model_json_schema()["properties"]  # type: ignore[attr-defined]
+    return [
+        name
+        for name, schema in fields.items()
+        for part in schema.get("anyOf", [schema])
+        if part.get("type") == "array" and kinds(part["items"]) & {"integer"}
+    ]
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    """Routes that take the bodies and answer what they have understood."""
+    app = FastAPI()
+    install_error_handlers(app)
+    for model in BODIES:
+
+        def take(body: model) -> dict[str, Any]:  # type: ignore[valid-type]
+            return body.model_dump()
+
+        app.post(f"/{model.__name__}")(take)
+    return TestClient(app)
+
+
+def refused(client: TestClient, model: type, **change: Any) -> dict[str, Any]:
+    answer = client.post(f"/{model.__name__}", json=BODIES[model] | change)
+    assert answer.status_code == 400, (change, answer.text)
+    error = answer.json()["error"]
+    assert error["type"] == "BadRequestError" and error["code"] == 400
+    return error
+
+
+@pytest.mark.parametrize("model", BODIES, ids=lambda model: model.__name__)
+def test_no_boolean_is_a_number(client: TestClient, model: type) -> None:
+    for name in numeric_fields(model):
+        for value, spelled in ((True, "true"), (False, "false")):
+            error = refused(client, model, **{name: value})
+            assert error["param"] == name
+            assert error["message"].startswith(f"{name}: expected a number")
+            assert error["message"].endswith(f"got {spelled}")
+    for name in lists_of_numbers(model):
+        assert refused(client, model, **{name: [5, True]})["param"] == name
+
+
+def test_the_fields_that_are_looked_at() -> None:
+    both = {"n", "seed", "max_tokens", "temperature", "top_p", "top_k", "min_tokens"}
+    assert both | {"logprobs", "best_of"} <= set(numeric_fields(CompletionRequest))
+    assert both | {"top_logprobs"} <= set(numeric_fields(ChatCompletionRequest))
+    assert "logprobs" not in numeric_fields(ChatCompletionRequest)
+    assert lists_of_numbers(DetokenizeRequest) == ["tokens"]
+    assert "prompt" in lists_of_numbers(CompletionRequest)
+
+
+def test_numbers_inside_are_looked_at(client: TestClient) -> None:
+    refused(client, CompletionRequest, prompt=[[1, True]])
+    assert (
+        "logit_bias"
+        in refused(client, CompletionRequest, logit_bias={"5": True})["message"]
+    )
+
+
+def test_numbers_and_booleans_in_their_places_are_taken(client: TestClient) -> None:
+    body = BODIES[ChatCompletionRequest] | {
+        "temperature": 0,
+        "top_p": 1,
+        "max_tokens": 5,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stream": False,
+        "logit_bias": {"5": -1},
+        "stop_token_ids": [0, 1],
+    }
+    answer = client.post("/ChatCompletionRequest", json=body)
+    assert answer.status_code == 200 and answer.json()["max_tokens"] == 5
+
+
+@pytest.mark.parametrize("model", [ChatCompletionRequest, TokenizeRequest])
+@pytest.mark.parametrize("role", [None, 1, True, "", "  ", ["user"], {"a": 1}])
+def test_a_role_is_text(client: TestClient, model: type, role: Any) -> None:
+    message = {"role": role, "content": "x"}
+    error = refused(client, model, messages=[*MESSAGES, message])
+    assert error["param"] == "messages[1].role"
+    refused(client, model, messages=[{"content": "x"}])
+    refused(client, model, messages=[])
+
+
+@pytest.mark.parametrize("role", ["user", "tool", "developer", "Schiedsrichter"])
+def test_which_roles_there_are_a_template_says(client: TestClient, role: str) -> None:
+    body = {"messages": [{"role": role, "content": "x"}]}
+    for model in (ChatCompletionRequest, TokenizeRequest):
+        assert client.post(f"/{model.__name__}", json=body).status_code == 200
