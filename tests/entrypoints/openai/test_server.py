@@ -103,6 +103,24 @@ def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
     assert http.post("/tokenize", json={}).status_code == 400
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wish_to_a_connector_that_is_not_there_is_400(
+    http: httpx.Client, stream: bool
+) -> None:
+    wish = {"kv_transfer_params": {"do_remote_decode": True}, "stream": stream}
+    messages = [{"role": "user", "content": "hi"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": messages}),
+    ):
+        answer = http.post(path, json=body | wish)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["param"] == "kv_transfer_params"
+        assert "--kv-transfer-config" in error["message"]
+    assert http.get("/load").json() == {"server_load": 0}
+
+
 def test_metrics_have_the_names_that_monitors_read(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 2})
     text = http.get("/metrics").text

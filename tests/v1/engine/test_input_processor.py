@@ -85,6 +85,11 @@ def test_bad_prompts_are_refused(
         ({"logprob_token_ids": list(range(21))}, "above the limit of 20"),
         ({"flat_logprobs": True}, "flat_logprobs"),
         ({"thinking_token_budget": 3}, "thinking_token_budget"),
+        (
+            {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True}}},
+            r"kv_transfer_params \(do_remote_prefill\).*--kv-transfer-config",
+        ),
+        ({"extra_args": {"kv_transfer_params": "do_remote_decode"}}, "must map names"),
     ],
 )
 def test_bad_parameters_are_refused(
@@ -92,6 +97,15 @@ def test_bad_parameters_are_refused(
 ) -> None:
     with pytest.raises(VLLMValidationError, match=message):
         process(processor, [1, 2], **params)
+
+
+@pytest.mark.parametrize(
+    "wish", [None, {}, {"do_remote_prefill": False, "remote_host": None}]
+)
+def test_a_wish_for_nothing_needs_no_connector(
+    processor: InputProcessor, wish: Any
+) -> None:
+    process(processor, [1, 2], extra_args={"kv_transfer_params": wish})
 
 
 def test_longest_prompt_leaves_one_token(processor: InputProcessor) -> None:

@@ -209,6 +209,8 @@ class InputProcessor:
                 "dict per token",
                 parameter="flat_logprobs",
             )
+        wish = (params.extra_args or {}).get("kv_transfer_params")
+        self._check_transfer(wish)
         if params.structured_outputs is not None:
             self._check_structured_outputs(params.structured_outputs)
         if self.tokenizer is None:
@@ -219,6 +221,24 @@ class InputProcessor:
                         "out: use stop_token_ids or logit_bias",
                         parameter=name,
                     )
+
+    def _check_transfer(self, wish: Any) -> None:
+        """A wish to a connector needs one; an empty one, such as {"do_remote_prefill":
+        false}, asks nothing of it."""
+        if not wish or (isinstance(wish, Mapping) and not any(wish.values())):
+            return
+        if not isinstance(wish, Mapping):
+            raise VLLMValidationError(
+                f"kv_transfer_params must map names to values, got {wish!r}",
+                parameter="kv_transfer_params",
+            )
+        if not self.vllm_config.kv_transfer_is_on:
+            raise VLLMValidationError(
+                f"kv_transfer_params ({', '.join(map(str, wish))}) are for a KV "
+                "connector, and this engine has none: start it with "
+                "--kv-transfer-config, or leave them out",
+                parameter="kv_transfer_params",
+            )
 
     def _check_structured_outputs(self, wanted: StructuredOutputsParams) -> None:
         config = self.vllm_config.structured_outputs_config
