@@ -55,7 +55,10 @@ class RequestOutput:
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merges later news: joined when `aggregate`, else replaced."""
         self.finished |= next_output.finished
-        self.kv_transfer_params = next_output.kv_transfer_params
+        # The news of one of several continuations says nothing of those of another.
+        self.kv_transfer_params = (
+            next_output.kv_transfer_params or self.kv_transfer_params
+        )
         for news in next_output.outputs:
             for i, known in enumerate(self.outputs):
                 if known.index != news.index:

@@ -99,3 +99,30 @@ def test_parameters_of_a_chat_go_in_and_out(server: RemoteServer) -> None:
         )
         assert chat.kv_transfer_params["num_loaded_tokens"] == 0
         assert (chat.kv_transfer_params["num_saved_blocks"] > 0) == saves
+
+
+@pytest.mark.parametrize("shows_usage", [True, False])
+@pytest.mark.parametrize("kind", ["completions", "chat"])
+def test_the_last_chunk_of_a_stream_tells_what_the_connector_does(
+    server: RemoteServer, kind: str, shows_usage: bool
+) -> None:
+    client = server.client()
+    how: dict[str, Any] = {
+        "model": client.models.list().data[0].id,
+        "max_tokens": 3,
+        "stream": True,
+        "extra_body": {"kv_transfer_params": {"skip_save": True}, "ignore_eos": True},
+    }
+    if shows_usage:
+        how["stream_options"] = {"include_usage": True}
+    if kind == "chat":
+        messages = [{"role": "user", "content": PROMPT}]
+        chunks = list(client.chat.completions.create(messages=messages, **how))
+    else:
+        chunks = list(client.completions.create(prompt=PROMPT, **how))
+    told = [chunk.kv_transfer_params for chunk in chunks]
+    assert told[-1]["num_saved_blocks"] == 0 and "num_loaded_tokens" in told[-1]
+    ends = [c for c in chunks if c.choices and c.choices[0].finish_reason]
+    assert [chunk.kv_transfer_params for chunk in ends] == [told[-1]]
+    assert not any(told[: -1 - shows_usage])
+    assert bool(chunks[-1].choices) is not shows_usage

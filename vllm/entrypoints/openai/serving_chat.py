@@ -160,20 +160,23 @@ class _Answer:
 
     async def stream(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
         generated: dict[int, int] = {}
-        cached = 0
+        cached, told = 0, None
         try:
             async for output in outputs:
                 cached = output.num_cached_tokens or 0
+                told = output.kv_transfer_params
                 for out in output.outputs:
                     if out.index not in generated:
                         generated[out.index] = 0
                         yield self._opening(out.index, cached)
                     generated[out.index] += len(out.token_ids)
                     yield self._line(
-                        [self._chunk(out)], self._running_usage(generated, cached)
+                        [self._chunk(out)],
+                        self._running_usage(generated, cached),
+                        told if out.finished() else None,
                     )
             if self.request.include_usage or self.context.enable_force_include_usage:
-                yield self._line([], self._usage(generated, cached))
+                yield self._line([], self._usage(generated, cached), told)
         except Exception as error:
             yield f"data: {to_error(error).model_dump_json()}\n\n"
         yield "data: [DONE]\n\n"
@@ -206,13 +209,20 @@ class _Answer:
             return None
         return self._usage(generated, cached)
 
-    def _line(self, choices: list[ChatChunkChoice], usage: UsageInfo | None) -> str:
+    def _line(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: UsageInfo | None,
+        told: dict[str, Any] | None = None,
+    ) -> str:
+        """One event. `told` is what the connector returned, for the last chunks."""
         chunk = ChatCompletionChunk(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
             usage=usage,
+            kv_transfer_params=told,
         )
         return f"data: {chunk.model_dump_json(exclude_none=False)}\n\n"
 

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.entrypoints.openai.errors import to_error
 from vllm.entrypoints.openai.protocol import (
@@ -128,9 +129,11 @@ class _Answer:
         generated: dict[int, int] = {}
         offsets: dict[int, int] = {}
         cached: dict[int, int] = {}
+        told: dict[int, dict[str, Any] | None] = {}
         try:
             async for i, output in events:
                 cached[i] = output.num_cached_tokens or 0
+                told[i] = output.kv_transfer_params
                 for out in output.outputs:
                     key = i * self.request.n + out.index
                     first = key not in generated
@@ -141,9 +144,12 @@ class _Answer:
                     offsets[key] = offsets.get(key, 0) + len(choice.text)
                     usage = self._usage(generated, cached)
                     chunk_usage = usage if self.request.continuous_usage else None
-                    yield self._line([choice], chunk_usage)
+                    yield self._line(
+                        [choice], chunk_usage, told[i] if out.finished() else None
+                    )
             if self.request.include_usage or self.context.enable_force_include_usage:
-                yield self._line([], self._usage(generated, cached))
+                usage = self._usage(generated, cached)
+                yield self._line([], usage, told.get(0))
         except Exception as error:
             yield f"data: {to_error(error).model_dump_json()}\n\n"
         yield "data: [DONE]\n\n"
@@ -154,13 +160,21 @@ class _Answer:
             prompt_tokens, sum(generated.values()), sum(cached.values())
         )
 
-    def _line(self, choices: list[CompletionChoice], usage: UsageInfo | None) -> str:
+    def _line(
+        self,
+        choices: list[CompletionChoice],
+        usage: UsageInfo | None,
+        told: dict[str, Any] | None,
+    ) -> str:
+        """One event. `told` is what the connector returned, for the last chunk of a
+        prompt and for the last one of all."""
         chunk = CompletionResponse(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
             usage=usage,
+            kv_transfer_params=told,
         )
         return f"data: {chunk.model_dump_json(exclude_unset=False)}\n\n"
 
