@@ -58,7 +58,7 @@ class Starting:
 
     def __init__(self, command: list[str], folder: Path, **env: str) -> None:
         self.folder = folder
-        self.shared = set(os.listdir("/dev/shm"))
+        self.shared: set[Path] = set()
         self.log = folder / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -91,7 +91,14 @@ class Starting:
     def end(self, number: signal.Signals, *, group: bool) -> tuple[int, list[str]]:
         """Sends a signal; the exit status and the lines that came after it."""
         before = len(self.log.read_text())
-        self.children = psutil.Process(self.process.pid).children(recursive=True)
+        process = psutil.Process(self.process.pid)
+        self.children = process.children(recursive=True)
+        self.shared = {
+            Path(mapped.path)
+            for owner in (process, *self.children)
+            for mapped in owner.memory_maps()
+            if mapped.path.startswith("/dev/shm/")
+        }
         (os.killpg if group else os.kill)(self.process.pid, number)
         status = self.process.wait(timeout=60)
         return status, self.log.read_text()[before:].splitlines()
@@ -111,7 +118,7 @@ class Starting:
         return [
             *alive,
             *self.folder.glob("vllm-*"),
-            *(set(os.listdir("/dev/shm")) - self.shared),
+            *(path for path in self.shared if path.exists()),
         ]
 
 
