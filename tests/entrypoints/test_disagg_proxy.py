@@ -13,6 +13,7 @@ from urllib.request import urlopen
 import httpx
 import openai
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 
 from tests.remote_server import RemoteCommand, RemoteServer
@@ -293,6 +294,19 @@ def test_the_command_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert main(words) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("vllm disagg-proxy: error: --prefill 'ftp://a': ")
+
+
+def test_who_reads_that_it_is_ready_may_connect(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        socket.create_connection(sockets[0].getsockname(), timeout=5).close()
+
+    monkeypatch.setattr(uvicorn.Server, "serve", serve)
+    assert (
+        main(["disagg-proxy", "--prefill", "a:1", "--decode", "b:1", "--port=0"]) == 0
+    )
+    assert "is ready on http://127.0.0.1:" in capsys.readouterr().out
 
 
 def test_servers_take_turns() -> None:

@@ -46,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
                 timeout_graceful_shutdown=_SHUTDOWN_S,
             )
         )
+        sock.listen(server.config.backlog)  # who reads the next line may connect
         host, port = sock.getsockname()[:2]
         print(
             f"The proxy is ready on http://{host}:{port} (prompts go to "
