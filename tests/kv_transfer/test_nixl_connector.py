@@ -312,6 +312,46 @@ def test_pages_of_another_prompt_are_not_used(
     prefiller.wait_for_free(free)
 
 
+@pytest.mark.parametrize("policy", [{}, RECOMPUTE], ids=["fail", "recompute"])
+def test_other_pages_than_were_told_of_are_refused_and_nothing_of_them_is_cached(
+    folders: ModelFolders, prefiller: EngineProcess, policy: dict[str, str]
+) -> None:
+    """In one batch with requests that ask for what is theirs."""
+    prompts = random_prompts([70] * 8)
+    alone = run(folders["full"], prompts)
+    free = prefiller.start(folders["full"], nixl(unclaimed_s=6.0))
+    with engine(folders["full"], nixl(policy)) as llm:
+        before = num_free(llm)
+        params = prefiller.prefill(prompts)
+        (own,), (others,) = (one["remote_block_ids"] for one in params[:2])
+        wrong = [
+            {"remote_block_ids": [own[::-1]]},
+            {"remote_block_ids": [[999_999] * 10]},
+            {"remote_block_ids": [others[:2] + own[2:]]},
+            {"remote_block_ids": [list(range(1, 500_001))]},
+            {"remote_engine_id": "another"},
+            {"tp_size": 2},
+        ]
+        told = [params[0] | change for change in wrong] + params
+        asked = [prompts[0]] * len(wrong) + prompts
+        found = decode(llm, asked, told)
+        assert_same(found[len(wrong) :], alone)
+        for output in found[: len(wrong)]:
+            if policy:
+                assert_same([output], alone[:1])
+            else:
+                assert output.outputs[0].finish_reason == "error"
+                assert "other pages" in str(output.outputs[0].stop_reason)
+        # Where it is alone, too; and the prompt is computed well afterwards.
+        assert llm.reset_prefix_cache()
+        (again,) = prefiller.prefill(prompts[:1])
+        decode(llm, prompts[:1], [again | {"remote_block_ids": [own[::-1]]}])
+        assert_same(generate(llm, prompts), alone)
+        idle(llm)
+        assert num_free(llm) == before
+    prefiller.wait_for_free(free)
+
+
 @pytest.mark.parametrize(
     "change, text",
     [
@@ -465,9 +505,7 @@ def test_a_prefill_engine_that_goes_while_it_is_read(
         llm.llm_engine.add_request("one", {"prompt_token_ids": prompt}, sampling)
         # Just before the order goes to the worker: it is read from a dead engine.
         hold = core.scheduler.connector.connector_scheduler.keeper
-        while hold.state((params["remote_engine_id"], params["remote_request_id"])) is (
-            Hold.ASKED
-        ):
+        while hold.state(RemotePrefill.from_params(params).key) is Hold.ASKED:
             time.sleep(0.001)
         mortal.send_signal(signal.SIGSTOP)
         if end == signal.SIGKILL:

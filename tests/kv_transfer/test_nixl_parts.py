@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import agent
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import leases as leases_module
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.keeper import Hold, Keeper
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Leases
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Leases, Standing
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     RemotePrefill,
     check_wishes,
@@ -56,13 +56,14 @@ def wait_for(condition: Any, timeout: float = 5.0) -> None:
 
 def test_pages_are_held_until_every_rank_has_read_them() -> None:
     leases = Leases(unclaimed_s=60, lease_s=60)
-    leases.hold("a", num_readers=2)
-    assert leases.renew(["a", "b"]) == ["a"]
-    assert leases.release("a", 0) and leases.release("a", 0)
+    leases.hold("a", "pages", num_readers=2)
+    a = ("a", "pages")
+    assert leases.renew([a, ("b", "pages")]) == [Standing.HELD, Standing.GONE]
+    assert leases.release(a, 0) and leases.release(a, 0)
     assert leases.take_over() == (set(), set())
-    assert leases.release("a", 1)
+    assert leases.release(a, 1)
     # From here on nobody may rely on them.
-    assert not leases.release("a", 1) and not leases.renew(["a"])
+    assert not leases.release(a, 1) and leases.renew([a]) == [Standing.GONE]
     assert len(leases) == 1
     assert leases.take_over() == ({"a"}, set())
     assert len(leases) == 0
@@ -70,9 +71,30 @@ def test_pages_are_held_until_every_rank_has_read_them() -> None:
 
 def test_pages_that_nobody_wants_go_at_once() -> None:
     leases = Leases(unclaimed_s=60, lease_s=60)
-    leases.hold("a", num_readers=2)
-    assert leases.release("a", None)
+    leases.hold("a", "pages", num_readers=2)
+    assert leases.release(("a", "pages"), None)
     assert leases.take_over() == ({"a"}, set())
+
+
+def test_other_pages_cannot_be_had_under_the_name_of_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(
+        leases_module, "time", SimpleNamespace(monotonic=lambda: now[0])
+    )
+    leases = Leases(unclaimed_s=60, lease_s=10)
+    leases.hold("a", "pages", num_readers=1)
+    claims = [("a", "others"), ("a", "pages"), ("a", "")]
+    assert leases.renew(claims) == [Standing.OTHER, Standing.HELD, Standing.OTHER]
+    # Nor let go, nor kept.
+    for rank in (0, None):
+        assert not leases.release(("a", "others"), rank)
+    now[0] += 9
+    assert leases.renew([("a", "others")]) == [Standing.OTHER]
+    assert leases.renew([("a", "pages")]) == [Standing.HELD]
+    now[0] += 10
+    assert leases.renew(claims) == [Standing.GONE] * 3
 
 
 def test_a_lease_lives_from_one_renewal_to_the_next(
@@ -83,17 +105,19 @@ def test_a_lease_lives_from_one_renewal_to_the_next(
         leases_module, "time", SimpleNamespace(monotonic=lambda: now[0])
     )
     leases = Leases(unclaimed_s=60, lease_s=10)
-    leases.hold("claimed", num_readers=1)
-    leases.hold("unclaimed", num_readers=1)
+    claimed, unclaimed = ("claimed", "1"), ("unclaimed", "2")
+    for claim in (claimed, unclaimed):
+        leases.hold(*claim, num_readers=1)
     for _ in range(5):
-        assert leases.renew(["claimed"]) == ["claimed"]
+        assert leases.renew([claimed]) == [Standing.HELD]
         now[0] += 9
     assert leases.take_over() == (set(), set())
     now[0] += 1
     # Too late, though nothing has been freed yet.
-    assert not leases.release("claimed", 0) and not leases.renew(["claimed"])
+    assert not leases.release(claimed, 0)
+    assert leases.renew([claimed]) == [Standing.GONE]
     assert leases.take_over() == (set(), {"claimed"})
-    assert leases.renew(["claimed", "unclaimed"]) == ["unclaimed"]
+    assert leases.renew([claimed, unclaimed]) == [Standing.GONE, Standing.HELD]
     now[0] += 60
     assert leases.take_over() == (set(), {"unclaimed"})
 
@@ -112,10 +136,10 @@ class Engine:
     def answer(self, question: Question) -> Answer:
         self.asked.append(question)
         if isinstance(question, Renew):
-            held = self.leases.renew(question.request_ids)
+            held = self.leases.renew(question.claims)
             return Held(held, self.leases.lease_s)
         if isinstance(question, Release):
-            return Released(self.leases.release(question.request_id, question.rank))
+            return Released(self.leases.release(question.claim, question.rank))
         raise ValueError("no questions about who I am")
 
     def remote(self, request_id: str) -> RemotePrefill:
@@ -128,6 +152,11 @@ class Engine:
             num_tokens=20,
             block_ids=((1, 2),),
         )
+
+    def hold(self, request_id: str) -> RemotePrefill:
+        remote = self.remote(request_id)
+        self.leases.hold(*remote.claim, num_readers=1)
+        return remote
 
 
 @pytest.fixture
@@ -153,10 +182,10 @@ def test_questions_are_answered_whatever_else_is_sent(engine: Engine) -> None:
             assert answer["type"] == "refused" and answer["reason"]
         raw.close()
         link = SideChannelLink(context, "localhost", engine.server.port)
-        number = link.ask(Renew(["x"]))
+        number = link.ask(Renew([("x", "pages")]))
         answers: dict[int, Answer] = {}
         wait_for(lambda: answers.update(link.take_answers()) or answers)
-        assert answers == {number: Held([], LEASE_S)}
+        assert answers == {number: Held([Standing.GONE], LEASE_S)}
         link.close()
 
 
@@ -185,8 +214,7 @@ def test_a_port_in_use_and_an_unknown_host_are_errors(engine: Engine) -> None:
 
 def test_leases_are_renewed_until_they_are_dropped(engine: Engine) -> None:
     keeper = Keeper(answer_timeout_s=1.0)
-    remote = engine.remote("a")
-    engine.leases.hold("a", num_readers=1)
+    remote = engine.hold("a")
     keeper.keep(remote)
     wait_for(lambda: keeper.state(remote.key) is Hold.HELD)
     time.sleep(2.2 * LEASE_S)
@@ -201,8 +229,7 @@ def test_leases_are_renewed_until_they_are_dropped(engine: Engine) -> None:
 @pytest.mark.parametrize("how", ["drop", "release", "close"])
 def test_leases_are_released_when_nobody_wants_them(engine: Engine, how: str) -> None:
     keeper = Keeper(answer_timeout_s=1.0)
-    remote = engine.remote("a")
-    engine.leases.hold("a", num_readers=1)
+    remote = engine.hold("a")
     if how == "release":
         keeper.release(remote)
     else:
@@ -219,12 +246,45 @@ def test_leases_are_released_when_nobody_wants_them(engine: Engine, how: str) ->
 
 def test_what_is_not_held_is_gone(engine: Engine) -> None:
     keeper = Keeper(answer_timeout_s=1.0)
-    engine.leases.hold("a", num_readers=1)
-    here, gone = engine.remote("a"), engine.remote("b")
+    here, gone = engine.hold("a"), engine.remote("b")
     keeper.keep(here)
     keeper.keep(gone)
     wait_for(lambda: keeper.state(gone.key) is Hold.GONE)
     wait_for(lambda: keeper.state(here.key) is Hold.HELD)
+    keeper.close()
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"block_ids": ((2, 1),)},
+    {"block_ids": ((1, 3),)},
+    {"block_ids": ((1,), (2,))},
+    {"block_ids": ((1,),)},
+    {"block_ids": ((999_999,) * 10,)},
+    {"block_ids": (tuple(range(500_000)),)},
+    {"num_tokens": 19},
+    {"prompt_hash": "of another prompt"},
+    {"engine_id": "another"},
+    {"tp_size": 2},
+]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=lambda change: str(change)[:40])
+def test_other_pages_than_were_told_of_are_refused_and_harm_nobody(
+    engine: Engine, change: dict[str, Any]
+) -> None:
+    keeper = Keeper(answer_timeout_s=1.0)
+    good = engine.hold("a")
+    bad = replace(good, **change)
+    keeper.keep(bad)
+    keeper.keep(good)
+    wait_for(lambda: keeper.state(bad.key) is Hold.REFUSED)
+    wait_for(lambda: keeper.state(good.key) is Hold.HELD)
+    # Whoever asked for others lets nothing go.
+    keeper.drop(bad.key, release=True)
+    keeper.release(bad)
+    wait_for(lambda: any(isinstance(asked, Release) for asked in engine.asked))
+    assert engine.leases.take_over() == (set(), set())
+    assert engine.leases.renew([good.claim]) == [Standing.HELD]
     keeper.close()
 
 
@@ -298,8 +358,7 @@ def test_wishes_are_true_or_false() -> None:
 
 def test_a_place_without_an_engine_does_not_harm_the_others(engine: Engine) -> None:
     keeper = Keeper(answer_timeout_s=1.0)
-    good = engine.remote("good")
-    engine.leases.hold("good", num_readers=1)
+    good = engine.hold("good")
     bad = replace(good, request_id="bad", port=-1)
     keeper.keep(bad)
     wait_for(lambda: keeper.state(bad.key) is Hold.GONE)

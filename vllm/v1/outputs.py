@@ -80,12 +80,14 @@ class SamplerOutput:
 class KVConnectorOutput:
     """News of a worker's connector: transfers done, failed blocks, statistics.
 
-    `failed_recving` names requests whose load is over and failed as a whole.
+    `failed_recving` names requests whose load is over and failed as a whole,
+    `failure_reasons` why, where a connector says it.
     """
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
     failed_recving: set[str] | None = None
+    failure_reasons: dict[str, str] = field(default_factory=dict)
     kv_connector_stats: Any = None
     kv_cache_events: Any = None
     kv_connector_worker_meta: Any = None

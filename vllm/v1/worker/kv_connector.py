@@ -102,6 +102,7 @@ class ConnectorSteps:
         output.finished_sending = transfers.finished_sending or None
         output.finished_recving = transfers.finished_recving or None
         output.failed_recving = transfers.failed_recving or None
+        output.failure_reasons = transfers.failure_reasons
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = connector.get_kv_connector_stats()
         output.kv_cache_events = connector.get_kv_connector_kv_cache_events()

@@ -15,6 +15,7 @@ class KVOutputAggregator:
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
         self._failed: set[str] = set()
+        self._reasons: dict[str, str] = {}
 
     @classmethod
     def from_connector(cls, connector: Any, world_size: int) -> "KVOutputAggregator":
@@ -61,6 +62,13 @@ class KVOutputAggregator:
         )
         combined.failed_recving = (over or set()) & self._failed or None
         combined.finished_recving = (over or set()) - self._failed or None
+        for one in news:
+            self._reasons.update(one.failure_reasons)
+        combined.failure_reasons = {
+            req_id: self._reasons.pop(req_id)
+            for req_id in combined.failed_recving or ()
+            if req_id in self._reasons
+        }
         self._failed -= over or set()
         return combined
 

@@ -74,8 +74,14 @@ class LoadFailures:
         for req_id in (news and news.failed_recving) or ():
             request = self.book.requests.get(req_id)
             if request is not None and not request.is_finished():
-                logger.warning("a connector failed to load request %s", req_id)
-                self._restart_or_end(request)
+                why = news.failure_reasons.get(req_id) if news is not None else None
+                logger.warning(
+                    "KV of request %s could not be loaded, so it is %s: %s",
+                    req_id,
+                    "computed again" if self.recompute else "ended",
+                    why or "its connector does not say why",
+                )
+                self._restart_or_end(request, why)
 
     def _cache_loaded(self, request: Request | None) -> None:
         if request is None or request.status != RequestStatus.RUNNING:
@@ -85,8 +91,10 @@ class LoadFailures:
                 request, min(request.num_computed_tokens, request.num_tokens)
             )
 
-    def _restart_or_end(self, request: Request) -> None:
+    def _restart_or_end(self, request: Request, why: str | None = None) -> None:
         if not self.recompute:
+            reason = "KV of the request could not be loaded"
+            request.stop_reason = f"{reason}: {why}" if why else reason
             self.book.end(request, RequestStatus.FINISHED_ERROR)
             return
         if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:

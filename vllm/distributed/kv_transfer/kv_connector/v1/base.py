@@ -71,11 +71,15 @@ class KVConnectorWorkerMetadata(ABC):
 
 @dataclass
 class KVConnectorTransferResults:
-    """Requests whose transfers are over, and those whose load failed as a whole."""
+    """Requests whose transfers are over, and those whose load failed as a whole.
+
+    `failure_reasons` may say of the latter why, in a few words that clients may read.
+    """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
+    failure_reasons: dict[str, str] = field(default_factory=dict)
 
 
 class SupportsHMA(ABC):

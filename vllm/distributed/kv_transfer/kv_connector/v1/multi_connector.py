@@ -323,6 +323,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             own = child.get_transfer_results(finished_req_ids)
             results.finished_recving |= own.finished_recving
             results.failed_recving |= own.failed_recving
+            results.failure_reasons |= own.failure_reasons
             for req_id in own.finished_sending:
                 self._sends_left[req_id] -= 1
                 if self._sends_left[req_id] <= 0:

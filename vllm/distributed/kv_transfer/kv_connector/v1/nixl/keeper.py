@@ -13,6 +13,7 @@ from typing import Any
 
 import zmq
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Standing
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemotePrefill
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     Held,
@@ -24,7 +25,7 @@ from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
-Key = tuple[str, str]
+Key = tuple[str, ...]
 Address = tuple[str, int]
 
 # Between two looks at the sockets: while an answer is awaited, and otherwise.
@@ -40,6 +41,16 @@ class Hold(Enum):
     ASKED = auto()  # no answer yet
     HELD = auto()
     GONE = auto()  # it does not have them, or does not answer
+    REFUSED = auto()  # it has the request, with other pages than those asked for
+
+
+_HOLDS = {
+    Standing.HELD: Hold.HELD,
+    Standing.GONE: Hold.GONE,
+    Standing.OTHER: Hold.REFUSED,
+}
+# Of these nothing is to be asked again, and nothing to be let go.
+_ENDS = (Hold.GONE, Hold.REFUSED)
 
 
 @dataclass
@@ -100,7 +111,7 @@ class Keeper:
         """Asks no more; `release` tells the other engine that it can free the pages."""
         with self._lock:
             kept = self._kept.pop(key, None)
-            if kept is not None and release and kept.state is not Hold.GONE:
+            if kept is not None and release and kept.state not in _ENDS:
                 self._releases.append(kept.remote)
         self._wake.set()
 
@@ -160,13 +171,14 @@ class Keeper:
         for remote in releases:
             link = _link(context, links, (remote.host, remote.port))
             if link is not None:
-                link.ask(Release(remote.request_id, None))
-        for address, keys in due.items():
+                link.ask(Release(remote.claim, None))
+        for address, remotes in due.items():
             link = _link(context, links, address)
+            keys = [remote.key for remote in remotes]
             if link is None:
                 self._note(keys, None)
                 continue
-            number = link.ask(Renew([request_id for _, request_id in keys]))
+            number = link.ask(Renew([remote.claim for remote in remotes]))
             asked[address, number] = _Asked(keys, now + self.answer_timeout_s)
         for address, link in links.items():
             for number, answer in link.take_answers().items():
@@ -177,32 +189,32 @@ class Keeper:
             self._note(asked.pop(place).keys, None)
         return not stopping
 
-    def _take_due(self, now: float) -> dict[Address, list[Key]]:
+    def _take_due(self, now: float) -> dict[Address, list[RemotePrefill]]:
         """What is to be renewed now, by engine. None of it is due again before its
         answer came."""
-        due: dict[Address, list[Key]] = defaultdict(list)
-        for key, kept in self._kept.items():
-            if kept.state is not Hold.GONE and kept.renew_at <= now:
+        due: dict[Address, list[RemotePrefill]] = defaultdict(list)
+        for kept in self._kept.values():
+            if kept.state not in _ENDS and kept.renew_at <= now:
                 kept.renew_at = float("inf")
-                due[kept.remote.host, kept.remote.port].append(key)
+                due[kept.remote.host, kept.remote.port].append(kept.remote)
         return due
 
     def _note(self, keys: list[Key], answer: Any) -> None:
-        held = answer if isinstance(answer, Held) else Held([], 0.0)
+        is_fit = isinstance(answer, Held) and len(answer.standings) == len(keys)
+        held = answer if is_fit else Held([Standing.GONE] * len(keys), 0.0)
         again = time.monotonic() + held.lease_s / _RENEWALS_A_LEASE
         with self._lock:
-            for key in keys:
+            for key, standing in zip(keys, held.standings, strict=True):
                 kept = self._kept.get(key)
                 if kept is None:
                     continue
-                is_held = key[1] in held.request_ids
-                kept.state = Hold.HELD if is_held else Hold.GONE
+                kept.state = _HOLDS[standing]
                 kept.renew_at = again
                 if answer is None:
                     logger.warning(
                         "KV pages of request %s are gone: the engine on %s:%d does not "
                         "answer",
-                        key[1],
+                        kept.remote.request_id,
                         kept.remote.host,
                         kept.remote.port,
                     )

@@ -6,10 +6,23 @@ Knows requests and times. Called by the engine and by the side channel's thread.
 import threading
 import time
 from dataclasses import dataclass, field
+from enum import Enum
+
+#: A request of this engine, and the digest of what its reader was told of its pages.
+Claim = tuple[str, str]
+
+
+class Standing(Enum):
+    """What becomes of a claim."""
+
+    HELD = "held"
+    GONE = "gone"
+    OTHER = "other"  # the request is held, with other pages than those claimed
 
 
 @dataclass
 class _Lease:
+    pages: str
     deadline: float
     num_readers: int
     ranks_done: set[int] = field(default_factory=set)
@@ -20,7 +33,8 @@ class Leases:
     asked, for `lease_s` seconds from one renewal to the next.
 
     Whoever is told that pages are held can rely on it: a lease ends under the same lock
-    that answers, and blocks are freed after that.
+    that answers, and blocks are freed after that. Whoever names a request has to name
+    its pages as they are, too: pages of others cannot be had under its name.
     """
 
     def __init__(self, *, unclaimed_s: float, lease_s: float) -> None:
@@ -34,29 +48,38 @@ class Leases:
         with self._lock:
             return len(self._leases) + len(self._over)
 
-    def hold(self, request_id: str, num_readers: int) -> None:
+    def hold(self, request_id: str, pages: str, num_readers: int) -> None:
+        """`pages`: the digest that a claim has to have."""
         with self._lock:
             self._leases[request_id] = _Lease(
-                time.monotonic() + self.unclaimed_s, num_readers
+                pages, time.monotonic() + self.unclaimed_s, num_readers
             )
 
-    def renew(self, request_ids: list[str]) -> list[str]:
-        """Those of the requests that are held, for `lease_s` from now on."""
-        now, held = time.monotonic(), []
+    def renew(self, claims: list[Claim]) -> list[Standing]:
+        """How each claim stands; what is held is so for `lease_s` from now on."""
+        now = time.monotonic()
         with self._lock:
-            for request_id in request_ids:
-                lease = self._leases.get(request_id)
-                if lease is not None and lease.deadline > now:
-                    lease.deadline = now + self.lease_s
-                    held.append(request_id)
-        return held
+            return [self._renew(claim, now) for claim in claims]
 
-    def release(self, request_id: str, rank: int | None) -> bool:
-        """Notes that a reader is done, or (None) that there is none. False when the
+    def _renew(self, claim: Claim, now: float) -> Standing:
+        request_id, pages = claim
+        lease = self._leases.get(request_id)
+        if lease is None or lease.deadline <= now:
+            return Standing.GONE
+        if lease.pages != pages:
+            return Standing.OTHER
+        lease.deadline = now + self.lease_s
+        return Standing.HELD
+
+    def release(self, claim: Claim, rank: int | None) -> bool:
+        """Notes that a reader is done, or (None) that there is none. False when these
         pages were not held until now, so that what was read means nothing."""
+        request_id, pages = claim
         with self._lock:
             lease = self._leases.get(request_id)
             if lease is None or lease.deadline <= time.monotonic():
+                return False
+            if lease.pages != pages:
                 return False
             if rank is not None:
                 lease.ranks_done.add(rank)

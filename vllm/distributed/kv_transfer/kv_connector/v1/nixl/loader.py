@@ -15,11 +15,12 @@ import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import TransferFailed
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import LoadOrder
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.peer import (
+    LoadRefused,
     OwnPages,
-    PagesGone,
     Peer,
 )
 from vllm.logger import init_logger
+from vllm.utils.text_utils import shorten
 
 logger = init_logger(__name__)
 
@@ -53,7 +54,7 @@ class LoadResults:
     """Request ids of loads that are over, and what they brought."""
 
     finished: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
+    failed: dict[str, str] = field(default_factory=dict)  # with the reason
     num_blocks: int = 0
     num_bytes: int = 0
     num_failed_blocks: int = 0
@@ -130,7 +131,7 @@ class PageLoader:
         try:
             if self._is_over(load):
                 self._loads.remove(load)
-                self._report(load, failed=False)
+                self._report(load)
         except Exception as error:
             if not isinstance(error, TransferFailed):
                 logger.exception("a KV transfer failed unexpectedly")
@@ -138,6 +139,8 @@ class PageLoader:
 
     def _is_over(self, load: _Load) -> bool:
         """Takes a load as far as it gets now."""
+        if load.order.refusal is not None:
+            raise LoadRefused(load.order.refusal)
         now, remote = time.monotonic(), load.order.remote
         peer = self._peers.get(load.peer_key) or self._meet(load)
         if not load.is_read and now > load.deadline:
@@ -153,7 +156,7 @@ class PageLoader:
             if not load.is_read:
                 return False
         if load.release is None:
-            load.release = peer.ask_release(remote.request_id)
+            load.release = peer.ask_release(remote)
             load.release_deadline = time.monotonic() + self.answer_timeout_s
             peer.take_answers()
         return peer.is_released(load.release, load.release_deadline)
@@ -171,25 +174,25 @@ class PageLoader:
     def _give_up(self, load: _Load, error: Exception) -> None:
         """Ends a load and, unless it is sound, the connection that it came by: other
         loads of the same peer begin anew."""
-        logger.error(
-            "KV pages of request %s cannot be loaded: %s", load.order.request_id, error
-        )
         self._loads.remove(load)
-        if not isinstance(error, PagesGone):
+        if not isinstance(error, LoadRefused):
             peer = self._peers.pop(load.peer_key, None)
             if peer is not None:
                 peer.close()
             for other in self._loads:
                 if other.peer_key == load.peer_key:
                     other.handle, other.is_read, other.release = None, False, None
-        self._report(load, failed=True)
+        # Who reads it may be a client: what is not known is for the log alone.
+        is_known = isinstance(error, TransferFailed)
+        why = f"an unexpected {type(error).__name__}, see the log"
+        self._report(load, shorten(str(error)) if is_known else why)
 
-    def _report(self, load: _Load, failed: bool) -> None:
+    def _report(self, load: _Load, why_not: str | None = None) -> None:
         order = load.order
         with self._lock:
             results = self._results
-            if failed:
-                results.failed.add(order.request_id)
+            if why_not is not None:
+                results.failed[order.request_id] = why_not
                 results.num_failed_blocks += order.num_blocks
                 return
             results.finished.add(order.request_id)

@@ -6,13 +6,17 @@ Knows names of fields. Knows nothing of blocks' content and of sockets.
 import hashlib
 from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Rows
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Claim
 
 #: Stands for a block that a group does not keep.
 NO_BLOCK = -1
@@ -56,8 +60,34 @@ class RemotePrefill:
     prompt_hash: str | None = None
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.engine_id, self.request_id
+    def key(self) -> tuple[str, ...]:
+        """What two requests that want the same pages have in common."""
+        return (*self.claim, self.engine_id, self.host, str(self.port))
+
+    @property
+    def claim(self) -> Claim:
+        """What the other engine is asked for."""
+        return self.request_id, self._pages
+
+    @property
+    def refusal(self) -> str:
+        """What to say when the other engine holds other pages under this name."""
+        return (
+            f"the engine on {self.host}:{self.port} holds the request that "
+            "kv_transfer_params name, with other pages, of other tokens or under "
+            "another engine id than they say: pass them on as that engine answered"
+        )
+
+    @cached_property
+    def _pages(self) -> str:
+        """A digest of all that says which bytes are meant and what they mean. The
+        engine that holds the pages has the same one only for what it has told."""
+        facts = (self.engine_id, self.tp_size, self.num_tokens, self.prompt_hash)
+        state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        state.update(repr((facts, [len(ids) for ids in self.block_ids])).encode())
+        for ids in self.block_ids:
+            state.update(np.array(ids, dtype="<i4").tobytes())
+        return state.hexdigest()
 
     def to_params(self) -> dict[str, Any]:
         """The answer of the prefill engine, which is the decode engine's question."""
@@ -143,12 +173,14 @@ def _unfit(name: str, value: Any, expected: str) -> ValueError:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOrder:
-    """Blocks of a request to read, by group: ours, and those of `remote`."""
+    """Blocks of a request to read, by group: ours, and those of `remote`. `refusal`:
+    why the other engine does not let them be read, if so; this load fails at once."""
 
     request_id: str
     remote: RemotePrefill
     local_block_ids: tuple[tuple[int, ...], ...]
     remote_block_ids: tuple[tuple[int, ...], ...]
+    refusal: str | None = None
 
     @property
     def num_blocks(self) -> int:

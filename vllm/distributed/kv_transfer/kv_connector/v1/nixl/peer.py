@@ -56,13 +56,17 @@ class OwnPages:
         return self.topology.block_size
 
 
-class PagesGone(TransferFailed):
-    """The other engine has let the pages go; the connection to it is sound."""
+class LoadRefused(TransferFailed):
+    """These pages cannot be read; the connection to the other engine is sound."""
+
+
+class PagesGone(LoadRefused):
+    """The other engine has let the pages go."""
 
 
 class Peer:
     """A rank of another engine. Every method may raise TransferFailed, after which, but
-    for PagesGone, the peer is to be closed and met anew."""
+    for LoadRefused, the peer is to be closed and met anew."""
 
     def __init__(
         self,
@@ -170,9 +174,9 @@ class Peer:
             me.row_ids, order.local_block_ids, order.remote_block_ids, strict=True
         ):
             if max(remote, default=0) >= self._rows.num_blocks:
-                raise TransferFailed(
-                    f"request {order.remote.request_id} names block {max(remote)} of "
-                    f"{self._rows.num_blocks}"
+                raise LoadRefused(
+                    f"block {max(remote)} is named, of {self._rows.num_blocks} that "
+                    f"{self.where} has"
                 )
             mine.append(me.rows.indices(row_ids, list(local)))
             theirs.append(self._rows.indices(row_ids, list(remote)))
@@ -187,9 +191,9 @@ class Peer:
             raise TransferFailed(f"{self.where} is not connected")
         return self._agent
 
-    def ask_release(self, request_id: str) -> int:
+    def ask_release(self, remote: RemotePrefill) -> int:
         """Says that pages were read, and asks whether they were held until now."""
-        return self._link.ask(Release(request_id, self.me.topology.tp_rank))
+        return self._link.ask(Release(remote.claim, self.me.topology.tp_rank))
 
     def is_released(self, number: int, deadline: float) -> bool:
         """Says whether the answer has come. PagesGone when it was no."""

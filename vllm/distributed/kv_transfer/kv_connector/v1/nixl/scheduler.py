@@ -92,7 +92,7 @@ class NixlConnectorScheduler:
         self._can_step_back = True
         self._workers: dict[int, NixlAgentMetadata] = {}
         self._server: SideChannelServer | None = None
-        self._sources: dict[tuple[str, str], _Source] = {}
+        self._sources: dict[tuple[str, ...], _Source] = {}
         self._users: dict[str, _User] = {}
         self._held: dict[str, str] = {}  # request ids by lease
         self._loads: list[LoadOrder] = []
@@ -134,9 +134,9 @@ class NixlConnectorScheduler:
     def answer(self, question: Question) -> Answer:
         """Called by the side channel's thread."""
         if isinstance(question, Renew):
-            return Held(self.leases.renew(question.request_ids), self.leases.lease_s)
+            return Held(self.leases.renew(question.claims), self.leases.lease_s)
         if isinstance(question, Release):
-            return Released(self.leases.release(question.request_id, question.rank))
+            return Released(self.leases.release(question.claim, question.rank))
         return self._introduce(question)
 
     def _introduce(self, question: Meet) -> Met | Refused:
@@ -283,12 +283,14 @@ class NixlConnectorScheduler:
             ids = source.remote.block_ids[group_id]
             theirs.append(tuple(ids[index] for index in used))
         source.loader = request.request_id
+        is_refused = self.keeper.state(source.remote.key) is Hold.REFUSED
         self._loads.append(
             LoadOrder(
                 request_id=request.request_id,
                 remote=source.remote,
                 local_block_ids=tuple(ours),
                 remote_block_ids=tuple(theirs),
+                refusal=source.remote.refusal if is_refused else None,
             )
         )
 
@@ -341,7 +343,6 @@ class NixlConnectorScheduler:
         # Ids of requests come again; a late reader must not take one for another.
         lease_id = f"{request.request_id}-{uuid.uuid4().hex}"
         self._held[lease_id] = request.request_id
-        self.leases.hold(lease_id, num_readers=self.tp_size)
         remote = RemotePrefill(
             engine_id=self.engine_id,
             request_id=lease_id,
@@ -355,6 +356,7 @@ class NixlConnectorScheduler:
             ),
             prompt_hash=prompt_digest(request, num_tokens),
         )
+        self.leases.hold(*remote.claim, num_readers=self.tp_size)
         return True, remote.to_params()
 
     def _kept(self, group_id: int, ids: list[int], num_tokens: int) -> tuple[int, ...]:

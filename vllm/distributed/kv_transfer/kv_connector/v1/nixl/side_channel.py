@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import zmq
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Claim, Standing
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
 
 #: Raised with every change of the messages below.
-PROTOCOL = 1
+PROTOCOL = 2
 _POLL_MS = 100
 _LINGER_MS = 200
 
@@ -46,22 +47,23 @@ class Met(msgspec.Struct, tag="met"):
 
 
 class Renew(msgspec.Struct, tag="renew"):
-    """We still want the pages of these requests."""
+    """We still want these pages of these requests."""
 
-    request_ids: list[str]
+    claims: list[Claim]
 
 
 class Held(msgspec.Struct, tag="held"):
-    """Those of them whose pages are held, for `lease_s` seconds more."""
+    """How these claims stand, in their order; what is held is so for `lease_s` seconds
+    more."""
 
-    request_ids: list[str]
+    standings: list[Standing]
     lease_s: float
 
 
 class Release(msgspec.Struct, tag="release"):
     """`rank` has read the pages of a request; None: nobody wants them."""
 
-    request_id: str
+    claim: Claim
     rank: int | None
 
 

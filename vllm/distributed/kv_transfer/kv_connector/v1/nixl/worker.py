@@ -117,7 +117,9 @@ class NixlConnectorWorker:
             loaded_bytes=loads.num_bytes,
             failed_blocks=loads.num_failed_blocks,
         )
-        return KVConnectorTransferResults(sent, loads.finished, loads.failed)
+        return KVConnectorTransferResults(
+            sent, loads.finished, set(loads.failed), loads.failed
+        )
 
     def shutdown(self) -> None:
         loader, self._loader = self._loader, None
