@@ -10,6 +10,7 @@ import msgspec
 from pydantic.dataclasses import dataclass
 
 from vllm.exceptions import VLLMValidationError
+from vllm.utils.text_utils import short_repr
 
 _SAMPLING_EPS = 1e-5
 # Below this temperature logits overflow: lower ones are raised to it, but 0 is greedy.
@@ -224,7 +225,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
 
 def _refuse(name: str, value: Any, expected: str) -> None:
     raise VLLMValidationError(
-        f"{name} must be {expected}, got {value!r}", parameter=name, value=value
+        f"{name} must be {expected}, got {short_repr(value)}",
+        parameter=name,
+        value=value,
     )
 
 

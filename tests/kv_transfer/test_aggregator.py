@@ -69,3 +69,18 @@ def test_a_connector_may_know_how_many_report(count: int) -> None:
     both = [output(i, finished_sending={"a"}) for i in range(2)]
     found = aggregator.aggregate(both).kv_connector_output.finished_sending
     assert found == ({"a"} if count == 1 else None)
+
+
+def test_the_reason_of_a_failed_load_is_told_once_when_it_is_over() -> None:
+    aggregator = KVOutputAggregator(2)
+    first = aggregator.aggregate(
+        [output(0, failed_recving={"a"}, failure_reasons={"a": "why"}), output(1)]
+    ).kv_connector_output
+    assert first.failure_reasons == {}
+    second = aggregator.aggregate([output(0), output(1, finished_recving={"a"})])
+    assert second.kv_connector_output.failure_reasons == {"a": "why"}
+    third = aggregator.aggregate(
+        [output(rank, failed_recving={"a"}) for rank in range(2)]
+    )
+    assert third.kv_connector_output.failed_recving == {"a"}
+    assert third.kv_connector_output.failure_reasons == {}

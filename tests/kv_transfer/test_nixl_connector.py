@@ -359,6 +359,7 @@ def test_other_pages_than_were_told_of_are_refused_and_nothing_of_them_is_cached
         ({"remote_block_ids": None}, "remote_block_ids None"),
         ({"remote_block_ids": [[1], [2]]}, "2 KV cache groups, this engine has 1"),
         ({"remote_engine_id": None}, "remote_engine_id None"),
+        ({"remote_block_ids": [["a"] * 100_000]}, "expected lists of block ids"),
     ],
 )
 def test_parameters_that_nobody_has_answered_end_the_request(
@@ -379,6 +380,7 @@ def test_parameters_that_nobody_has_answered_end_the_request(
         (output,) = decode(llm, [prompt], [params | change])
         assert output.outputs[0].finish_reason == "error"
         assert text in str(output.outputs[0].stop_reason)
+        assert len(str(output.outputs[0].stop_reason)) < 300
         # Nothing of it is left behind.
         assert len(tokens_of(generate(llm, [prompt]))[0]) == NUM_TOKENS
 

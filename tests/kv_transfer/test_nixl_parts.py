@@ -39,6 +39,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     SideChannelLink,
     SideChannelServer,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.utils.network_utils import get_open_port
 
 LEASE_S = 0.6
@@ -346,8 +347,9 @@ def test_parameters_come_back_as_they_were_sent(engine: Engine) -> None:
 def test_parameters_that_no_engine_sent_are_refused_by_name(
     engine: Engine, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match=next(iter(change))):
+    with pytest.raises(VLLMValidationError, match=next(iter(change))) as refusal:
         RemotePrefill.from_params(engine.remote("a").to_params() | change)
+    assert refusal.value.parameter == "kv_transfer_params"
 
 
 def test_wishes_are_true_or_false() -> None:

@@ -8,8 +8,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from vllm.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
-from vllm.exceptions import EngineDeadError, VLLMValidationError
+from vllm.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.utils.text_utils import short_repr, shorten
 
 logger = init_logger(__name__)
 
@@ -33,10 +34,16 @@ class NotFoundError(Exception):
 def error_response(
     message: str, status: HTTPStatus, param: str | None = None
 ) -> ErrorResponse:
-    """An error body. Its type follows the HTTP status."""
+    """An error body. Its type follows the HTTP status; a message that is long, since it
+    holds what the client sent, is shortened."""
     kind = _TYPES.get(status, "BadRequestError")
     return ErrorResponse(
-        error=ErrorInfo(message=message, type=kind, param=param, code=status.value)
+        error=ErrorInfo(
+            message=shorten(message),
+            type=kind,
+            param=None if param is None else shorten(param, 200),
+            code=status.value,
+        )
     )
 
 
@@ -50,6 +57,9 @@ def to_error(error: Exception) -> ErrorResponse:
         return error_response(str(error), HTTPStatus.BAD_REQUEST)
     if isinstance(error, EngineDeadError):
         return error_response(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    if isinstance(error, EngineGenerateError):
+        # The engine has logged it where it happened, with the request and the reason.
+        return error_response(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
     logger.error("request failed", exc_info=error)
     return error_response(
         str(error) or type(error).__name__, HTTPStatus.INTERNAL_SERVER_ERROR
@@ -87,7 +97,7 @@ def _validation_error(error: RequestValidationError) -> ErrorResponse:
     if isinstance(given, bool):
         message += f", got {str(given).lower()}"  # as JSON spells it
     elif isinstance(given, (str, int, float)):
-        message += f", got {given!r}"
+        message += f", got {short_repr(given)}"
     return error_response(message, HTTPStatus.BAD_REQUEST, field)
 
 
@@ -108,7 +118,7 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_any(_: Request, error: Exception) -> JSONResponse:
         return json_error(error)
 
-    for kind in (NotFoundError, ValueError, EngineDeadError):
+    for kind in (NotFoundError, ValueError, EngineDeadError, EngineGenerateError):
 
         @app.exception_handler(kind)
         async def on_known(_: Request, error: Exception) -> JSONResponse:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.text_utils import short_repr
 
 _FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 _FIELDS = [field.name for field in fields(StructuredOutputsParams) if field.init]
@@ -30,8 +31,8 @@ def structured_outputs(
     unknown = sorted(set(given) - set(_FIELDS))
     if unknown:
         raise VLLMValidationError(
-            f"structured_outputs has no field {unknown[0]!r}: expected one of "
-            f"{', '.join(_FIELDS)}",
+            f"structured_outputs has no field {short_repr(unknown[0])}: expected one "
+            f"of {', '.join(_FIELDS)}",
             parameter="structured_outputs",
         )
     return _build(given, "structured_outputs")
@@ -48,13 +49,14 @@ def _of_response_format(wanted: dict[str, Any] | None) -> dict[str, Any]:
         if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
             return {"json": schema["schema"]}
         raise VLLMValidationError(
-            f"response_format.json_schema.schema must be a JSON schema, got {schema!r}",
+            "response_format.json_schema.schema must be a JSON schema, got "
+            f"{short_repr(schema)}",
             parameter="response_format",
         )
     if kind == "structural_tag":
         return {"structural_tag": json.dumps(wanted)}
     raise VLLMValidationError(
-        f"response_format type {kind!r} is unknown: expected one of "
+        f"response_format type {short_repr(kind)} is unknown: expected one of "
         f"{', '.join(_FORMATS)}",
         parameter="response_format",
     )

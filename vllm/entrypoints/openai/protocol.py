@@ -44,6 +44,7 @@ from vllm.entrypoints.openai.protocol_base import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.text_utils import short_repr
 
 __all__ = [
     "ChatChoice",
@@ -211,7 +212,8 @@ class GenerationRequest(OpenAIModel):
         for token, bias in self.logit_bias.items():
             if not (token.isascii() and token.isdigit()) or math.isnan(bias):
                 raise VLLMValidationError(
-                    f"logit_bias must map token ids to numbers, got {token!r}: {bias}",
+                    "logit_bias must map token ids to numbers, got "
+                    f"{short_repr(token)}: {bias}",
                     parameter="logit_bias",
                 )
         return {int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()}
@@ -308,7 +310,8 @@ class ChatCompletionRequest(GenerationRequest):
             )
         if self.tool_choice not in (None, "none", "auto"):
             raise VLLMValidationError(
-                f"tool_choice {self.tool_choice!r} is not supported: expected 'none'",
+                f"tool_choice {short_repr(self.tool_choice)} is not supported: "
+                "expected 'none'",
                 parameter="tool_choice",
             )
         for name in ("functions", "function_call", "modalities", "audio"):

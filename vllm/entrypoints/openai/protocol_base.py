@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, model_valid
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
+from vllm.utils.text_utils import short_repr, shorten
 
 logger = init_logger(__name__)
 
@@ -60,7 +61,8 @@ def check_messages(messages: list[dict[str, Any]]) -> None:
         role = message.get("role")
         if not isinstance(role, str) or not role.strip():
             raise VLLMValidationError(
-                f"messages[{i}].role must be a non-empty string, got {role!r}",
+                f"messages[{i}].role must be a non-empty string, got "
+                f"{short_repr(role)}",
                 parameter=f"messages[{i}].role",
             )
 
@@ -87,6 +89,6 @@ class OpenAIModel(BaseModel):
             logger.warning_once(
                 "%s: fields %s are unknown and ignored",
                 type(self).__name__,
-                ", ".join(unknown),
+                shorten(", ".join(unknown)),
             )
         return self

@@ -23,6 +23,7 @@ from vllm.entrypoints.openai.serving import ServingContext, primed, prompt_logpr
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm.transformers_utils.chat_template import render_chat
+from vllm.utils.text_utils import short_repr
 
 _LOGPROB_FLOOR = -9999.0
 
@@ -67,8 +68,8 @@ def _flat(message: dict[str, Any], index: int) -> dict[str, Any]:
             texts.append(part["text"])
         else:
             raise VLLMValidationError(
-                f"{where}: part of type {kind!r} is not supported by this text model; "
-                "expected type 'text'",
+                f"{where}: part of type {short_repr(kind)} is not supported by this "
+                "text model; expected type 'text'",
                 parameter=where,
             )
     return {**message, "content": "\n".join(texts)}

@@ -84,6 +84,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
     num_external_computed_tokens: int = 0
     #: The request was never begun, since it asks for what cannot be done.
     refused: bool = False
+    #: The field of the request that is at fault then, where one is.
+    refused_parameter: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.import_utils import resolve_qualname
 from vllm.utils.mem_utils import format_bytes
+from vllm.utils.text_utils import shorten
 from vllm.v1.core.kv_cache_report import kv_plan
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -160,14 +161,16 @@ class EngineCore:
             self._refuse(request.request_id, request.client_index, error)
 
     def _refuse(self, request_id: str, client: int, error: BaseException) -> None:
-        logger.warning("request %s refused: %s", request_id, error)
+        reason = shorten(str(error)) or type(error).__name__
+        logger.warning("request %s refused: %s", request_id, reason)
         self._failures[client].append(
             EngineCoreOutput(
                 request_id,
                 [],
                 finish_reason=FinishReason.ERROR,
-                stop_reason=str(error) or type(error).__name__,
+                stop_reason=reason,
                 refused=isinstance(error, ValueError),
+                refused_parameter=getattr(error, "parameter", None),
             )
         )
 

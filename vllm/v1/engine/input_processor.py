@@ -14,6 +14,7 @@ from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.utils.text_utils import short_repr, shorten
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.sample.logits_processor import load_custom_logitsprocs
 from vllm.v1.structured_output import check_structured_outputs
@@ -229,12 +230,13 @@ class InputProcessor:
             return
         if not isinstance(wish, Mapping):
             raise VLLMValidationError(
-                f"kv_transfer_params must map names to values, got {wish!r}",
+                f"kv_transfer_params must map names to values, got {short_repr(wish)}",
                 parameter="kv_transfer_params",
             )
         if not self.vllm_config.kv_transfer_is_on:
             raise VLLMValidationError(
-                f"kv_transfer_params ({', '.join(map(str, wish))}) are for a KV "
+                f"kv_transfer_params ({shorten(', '.join(map(str, wish)), 100)}) are "
+                "for a KV "
                 "connector, and this engine has none: start it with "
                 "--kv-transfer-config, or leave them out",
                 parameter="kv_transfer_params",
@@ -309,7 +311,7 @@ def split_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str 
     salt = prompt.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise VLLMValidationError(
-            f"cache_salt must be a non-empty string, got {salt!r}",
+            f"cache_salt must be a non-empty string, got {short_repr(salt)}",
             parameter="cache_salt",
         )
     return text, None if ids is None else list(ids), salt

@@ -288,7 +288,11 @@ class OutputProcessor:
     ) -> None:
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
         if output.refused and state.queue is not None:
-            state.queue.put(VLLMValidationError(str(stop_reason)))
+            state.queue.put(
+                VLLMValidationError(
+                    str(stop_reason), parameter=output.refused_parameter
+                )
+            )
             self._forget(state, FinishReason.ERROR, iteration_stats)
             return
         if output.new_prompt_logprobs_tensors is not None:

@@ -17,9 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Rows
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Claim
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.text_utils import short_repr
 
 #: Stands for a block that a group does not keep.
 NO_BLOCK = -1
+#: The field of a request that holds all this.
+PARAMETER = "kv_transfer_params"
 _MOST = 2**31 - 1
 _WISHES = ("do_remote_prefill", "do_remote_decode", "do_remote_release")
 _DIGEST_BYTES = 16
@@ -73,9 +77,9 @@ class RemotePrefill:
     def refusal(self) -> str:
         """What to say when the other engine holds other pages under this name."""
         return (
-            f"the engine on {self.host}:{self.port} holds the request that "
-            "kv_transfer_params name, with other pages, of other tokens or under "
-            "another engine id than they say: pass them on as that engine answered"
+            "kv_transfer_params are not those that the engine on "
+            f"{self.host}:{self.port} has answered; it holds other pages for that "
+            "request: pass them on unchanged"
         )
 
     @cached_property
@@ -136,9 +140,10 @@ def check_wishes(params: dict[str, Any]) -> None:
     """ValueError for a wish that is neither true nor false."""
     for name in _WISHES:
         if not isinstance(params.get(name, False), (bool, type(None))):
-            raise ValueError(
-                f"kv_transfer_params have {name} {params[name]!r}: expected true or "
-                "false"
+            raise VLLMValidationError(
+                f"kv_transfer_params have {name} {short_repr(params[name])}: expected "
+                "true or false",
+                parameter=PARAMETER,
             )
 
 
@@ -165,9 +170,10 @@ def _whole(params: dict[str, Any], name: str, low: int, high: int) -> int:
 
 
 def _unfit(name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(
-        f"kv_transfer_params have {name} {value!r}: expected {expected}, as the "
-        "prefill engine answered"
+    return VLLMValidationError(
+        f"kv_transfer_params have {name} {short_repr(value)}: expected {expected}, as "
+        "the prefill engine answered",
+        parameter=PARAMETER,
     )
 
 

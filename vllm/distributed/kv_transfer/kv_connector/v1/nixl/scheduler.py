@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.keeper import Hold, Keepe
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Leases
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NO_BLOCK,
+    PARAMETER,
     LoadOrder,
     NixlAgentMetadata,
     NixlConnectorMetadata,
@@ -39,6 +40,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.side_channel import (
     Renew,
     SideChannelServer,
 )
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.engine import FinishReason
@@ -174,10 +176,11 @@ class NixlConnectorScheduler:
         elif params.get("do_remote_prefill") and self.settings.reads:
             remote = RemotePrefill.from_params(params)
             if len(remote.block_ids) != len(self._sizes):
-                raise ValueError(
+                raise VLLMValidationError(
                     f"kv_transfer_params name blocks of {len(remote.block_ids)} KV "
                     f"cache groups, this engine has {len(self._sizes)}: expected the "
-                    "same model, served in the same way"
+                    "same model, served in the same way",
+                    parameter=PARAMETER,
                 )
             source = self._sources.setdefault(remote.key, _Source(remote))
             source.users.add(request.request_id)
