@@ -333,6 +333,7 @@ def test_parameters_come_back_as_they_were_sent(engine: Engine) -> None:
         {"remote_port": "5600"},
         {"remote_host": ""},
         {"remote_host": "bad host\n"},
+        {"remote_host": "x" * 5000},
         {"remote_block_ids": [[-2]]},
         {"remote_block_ids": [[2**70]]},
         {"remote_block_ids": "all"},
@@ -342,7 +343,7 @@ def test_parameters_come_back_as_they_were_sent(engine: Engine) -> None:
         {"remote_engine_id": None},
         {"remote_prompt_hash": 3},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:40],
 )
 def test_parameters_that_no_engine_sent_are_refused_by_name(
     engine: Engine, change: dict[str, Any]
@@ -350,6 +351,7 @@ def test_parameters_that_no_engine_sent_are_refused_by_name(
     with pytest.raises(VLLMValidationError, match=next(iter(change))) as refusal:
         RemotePrefill.from_params(engine.remote("a").to_params() | change)
     assert refusal.value.parameter == "kv_transfer_params"
+    assert len(str(refusal.value)) < 300
 
 
 def test_wishes_are_true_or_false() -> None:

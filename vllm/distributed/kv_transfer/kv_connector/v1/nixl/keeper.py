@@ -214,7 +214,7 @@ class Keeper:
                     logger.warning(
                         "KV pages of request %s are gone: the engine on %s:%d does not "
                         "answer",
-                        kept.remote.request_id,
+                        kept.remote.name,
                         kept.remote.host,
                         kept.remote.port,
                     )

@@ -18,13 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.agent import Rows
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.leases import Claim
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.text_utils import short_repr
+from vllm.utils.text_utils import short_repr, shorten
 
 #: Stands for a block that a group does not keep.
 NO_BLOCK = -1
 #: The field of a request that holds all this.
 PARAMETER = "kv_transfer_params"
 _MOST = 2**31 - 1
+_LONGEST_HOST = 253  # characters of a name in DNS
 _WISHES = ("do_remote_prefill", "do_remote_decode", "do_remote_release")
 _DIGEST_BYTES = 16
 
@@ -67,6 +68,11 @@ class RemotePrefill:
     def key(self) -> tuple[str, ...]:
         """What two requests that want the same pages have in common."""
         return (*self.claim, self.engine_id, self.host, str(self.port))
+
+    @property
+    def name(self) -> str:
+        """The request in the log, which shows no more than it needs of what came."""
+        return shorten(self.request_id, 200)
 
     @property
     def claim(self) -> Claim:
@@ -120,7 +126,7 @@ class RemotePrefill:
         return cls(
             engine_id=_text(params, "remote_engine_id"),
             request_id=_text(params, "remote_request_id"),
-            host=_text(params, "remote_host"),
+            host=_host(params),
             port=_whole(params, "remote_port", 1, 65535),
             tp_size=_whole(params, "tp_size", 1, _MOST),
             num_tokens=_whole(params, "remote_num_tokens", 0, _MOST),
@@ -156,6 +162,13 @@ def _text(params: dict[str, Any], name: str) -> str:
     if not value or not value.isprintable() or " " in value:
         raise _unfit(name, value, "a name")
     return value
+
+
+def _host(params: dict[str, Any]) -> str:
+    host = _text(params, "remote_host")
+    if len(host) > _LONGEST_HOST:
+        raise _unfit("remote_host", host, f"at most {_LONGEST_HOST} characters")
+    return host
 
 
 def _optional_text(params: dict[str, Any], name: str) -> str | None:

@@ -233,7 +233,7 @@ class NixlConnectorScheduler:
         if hold is Hold.GONE:
             logger.warning(
                 "KV pages of request %s are gone: its prompt is computed here",
-                source.remote.request_id,
+                source.remote.name,
             )
             source.is_spent = True
             return 0, False
@@ -257,9 +257,7 @@ class NixlConnectorScheduler:
         ):
             why = "some are missing"
         if why:
-            logger.warning(
-                "KV pages of request %s are not used: %s", remote.request_id, why
-            )
+            logger.warning("KV pages of request %s are not used: %s", remote.name, why)
             return 0
         return end
 
