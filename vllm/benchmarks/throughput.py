@@ -140,9 +140,16 @@ def in_fresh_process(job: Job) -> list[dict[str, Any]]:
 def measure(job: Job) -> list[dict[str, Any]]:
     """Figures of each workload on one engine; then on an eager one, which compares."""
     args = job.engine_args
-    pool_bytes = next(iter(job.workloads.values())).pool_bytes
+    loads = job.workloads.values()
+    pool_bytes = next(iter(loads)).pool_bytes
     if pool_bytes is not None:
-        args = replace(args, kv_cache_memory_bytes=pool_bytes)
+        longest = max(load.input_len + load.output_len for load in loads)
+        args = replace(
+            args,
+            kv_cache_memory_bytes=pool_bytes,
+            # A pool need not hold a request of the model's own length.
+            max_model_len=args.max_model_len or longest,
+        )
     llm = _engine(args)
     startup = time.time() - job.submitted
     rows, recorded = [], []
