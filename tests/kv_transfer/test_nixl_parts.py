@@ -55,6 +55,15 @@ def wait_for(condition: Any, timeout: float = 5.0) -> None:
 # --- leases ---------------------------------------------------------------------------
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The one number that leases take for the time, in seconds."""
+    seconds = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: seconds[0])
+    monkeypatch.setattr(leases_module, "time", clock)
+    return seconds
+
+
 def test_pages_are_held_until_every_rank_has_read_them() -> None:
     leases = Leases(unclaimed_s=60, lease_s=60)
     leases.hold("a", "pages", num_readers=2)
@@ -78,12 +87,8 @@ def test_pages_that_nobody_wants_go_at_once() -> None:
 
 
 def test_other_pages_cannot_be_had_under_the_name_of_a_request(
-    monkeypatch: pytest.MonkeyPatch,
+    now: list[float],
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr(
-        leases_module, "time", SimpleNamespace(monotonic=lambda: now[0])
-    )
     leases = Leases(unclaimed_s=60, lease_s=10)
     leases.hold("a", "pages", num_readers=1)
     claims = [("a", "others"), ("a", "pages"), ("a", "")]
@@ -99,12 +104,8 @@ def test_other_pages_cannot_be_had_under_the_name_of_a_request(
 
 
 def test_a_lease_lives_from_one_renewal_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
+    now: list[float],
 ) -> None:
-    now = [100.0]
-    monkeypatch.setattr(
-        leases_module, "time", SimpleNamespace(monotonic=lambda: now[0])
-    )
     leases = Leases(unclaimed_s=60, lease_s=10)
     claimed, unclaimed = ("claimed", "1"), ("unclaimed", "2")
     for claim in (claimed, unclaimed):
