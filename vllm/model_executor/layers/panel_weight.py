@@ -168,7 +168,7 @@ def _functions() -> _Functions | None:
     """The library's functions; None where it is missing or of other sources."""
     if not cpu_kernels.available():
         return None
-    handle = cpu_kernels.library().handle
+    handle = cpu_kernels.loaded().handle
     try:
         abi = handle.vllm_cpu_linear_abi
         functions = _Functions(handle)

@@ -112,7 +112,7 @@ def step_function() -> StepFunction | None:
     built from other sources."""
     if not cpu_kernels.available():
         return None
-    handle = cpu_kernels.library().handle
+    handle = cpu_kernels.loaded().handle
     try:
         function, abi = handle.vllm_cpu_step, handle.vllm_cpu_step_abi
     except AttributeError:

@@ -270,7 +270,7 @@ def _function() -> Callable[[ExpertsArgs], int] | None:
     """The library's function; None where it is missing or of other sources."""
     if not cpu_kernels.available():
         return None
-    handle = cpu_kernels.library().handle
+    handle = cpu_kernels.loaded().handle
     try:
         function, abi = handle.vllm_cpu_experts, handle.vllm_cpu_experts_abi
     except AttributeError:

@@ -153,7 +153,7 @@ def _choose_isa(kernels: _Kernels, name: str | None) -> None:
     kernels.isa = chosen.decode()
 
 
-def library() -> _Kernels:
+def loaded() -> _Kernels:
     """The loaded library. RuntimeError says why there is none."""
     kernels = _load()
     if isinstance(kernels, str):
@@ -193,7 +193,7 @@ def choose_isa(name: str | None) -> str:
 
     Raises ValueError where the processor lacks it.
     """
-    kernels = library()
+    kernels = loaded()
     _choose_isa(kernels, name)
     return kernels.isa
 
@@ -265,7 +265,7 @@ def store(
         scales.v if cells.scaled else 1.0,
         *cells.store_tables,
     )
-    raise_for(library().store(args))
+    raise_for(loaded().store(args))
 
 
 def paged_attention(
@@ -333,7 +333,7 @@ def paged_attention(
         scales.v if cells.scaled else 1.0,
         *cells.attention_tables,
     )
-    raise_for(library().attention(args))
+    raise_for(loaded().attention(args))
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
@@ -351,7 +351,7 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
 def read_all(tensor: torch.Tensor) -> float:
     """Reads a contiguous CPU tensor once, on all threads: to time the memory."""
     size = tensor.numel() * tensor.element_size()
-    return library().read(tensor.data_ptr(), size)
+    return loaded().read(tensor.data_ptr(), size)
 
 
 def check_heads(

@@ -18,7 +18,7 @@ from vllm.v1.attention.ops.cpu_kernels import (
     check_batch,
     check_heads,
     dense_format,
-    library,
+    loaded,
     pages_of,
     raise_for,
     rows_of,
@@ -111,7 +111,7 @@ def store_latents(
         k_scale,
         1.0,
     )
-    raise_for(library().store(args))
+    raise_for(loaded().store(args))
 
 
 def latent_attention(
@@ -169,7 +169,7 @@ def latent_attention(
         k_scale,
         1.0,
     )
-    raise_for(library().attention(args))
+    raise_for(loaded().attention(args))
     if latent.rotated:
         out.copy_(_unrotated(target, head_size))
 
