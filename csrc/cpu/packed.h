@@ -190,7 +190,17 @@ VLLM_INLINE float tree_sum(float* x, int count) {
 template <int kBits>
 VLLM_INLINE void pack_codes(uint8_t* to, const uint8_t* codes, int count) {
   if (kBits == 4) {
-    for (int i = 0; i + 1 < count; i += 2) {
+    int i = 0;
+#if defined(__AVX2__)
+    const __m128i weights = _mm_set1_epi16(0x1001);
+    for (; i + 16 <= count; i += 16) {
+      const __m128i pair = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
+      const __m128i bytes = _mm_maddubs_epi16(pair, weights);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(to + i / 2),
+                       _mm_packus_epi16(bytes, bytes));
+    }
+#endif
+    for (; i + 1 < count; i += 2) {
       to[i / 2] = static_cast<uint8_t>(codes[i] | codes[i + 1] << 4);
     }
     if (count % 2 != 0) to[count / 2] = codes[count - 1];

@@ -157,10 +157,8 @@ struct Pairs : TiledCells<BFloat16Units> {
     pair_up<kKeyExpand>(to, row, units);
   }
 
-  void finish(const float* acc, float, float* to) const {
-    for (int block = 0; block < head_size; block += 64) {
-      for (int i = 0; i < 64; ++i) to[block + i] = acc[block + Nibbles<4>::place(i)];
-    }
+  void finish(const float* acc, float bias, float* to) const {
+    put_in_order(to, acc, head_size, bias);
   }
 
   int head_size;

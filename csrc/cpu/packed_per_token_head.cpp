@@ -60,6 +60,17 @@ struct ScaledPairs : PairCells<Bytes<Code>, Bytes<Code>> {
   ScalesAt<Format> scales;
 };
 
+// Every second one of two registers, in order.
+template <class T, int kCount>
+struct EvenPlaces {
+  alignas(64) T place[kCount];
+  constexpr EvenPlaces() : place{} {
+    for (int i = 0; i < kCount; ++i) place[i] = static_cast<T>(2 * i);
+  }
+};
+constexpr EvenPlaces<uint8_t, 64> kEvenBytes;
+constexpr EvenPlaces<uint16_t, 32> kEvenHalves;
+
 // int8 codes as they are, four to a unit.
 struct Int8Quads : TiledCells<Int8Units> {
   using Format = kv_formats::int8_per_token_head_tile16;
@@ -107,48 +118,45 @@ struct Int8Quads : TiledCells<Int8Units> {
     F probe = set1(0.f);  // becomes NaN with the query
     int8_t* const high = reinterpret_cast<int8_t*>(to);
     int8_t* const low = reinterpret_cast<int8_t*>(to + units);
-    int32_t sums[2] = {};
+    int32_t sum = 0;
     for (int64_t i = 0; i < 4 * units; i += kLanes) {
       probe = fma(load(row + i), set1(0.f), probe);
       const U whole = _mm512_cvtps_epi32(mul(load(row + i), factor));
       const U upper = _mm512_srai_epi32(_mm512_add_epi32(whole, u_set1(64)), 7);
       const U lower = _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 7));
-      sums[0] += _mm512_reduce_add_epi32(upper);
-      sums[1] += _mm512_reduce_add_epi32(lower);
+      sum += _mm512_reduce_add_epi32(whole);
       _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i),
                        _mm512_cvtepi32_epi8(upper));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i), _mm512_cvtepi32_epi8(lower));
     }
     uint32_t* const rest = to + 2 * units;
-    rest[0] = static_cast<uint32_t>(-128 * sums[0]);
-    rest[1] = static_cast<uint32_t>(-128 * sums[1]);
+    rest[0] = static_cast<uint32_t>(-128 * sum);
     const float marked = scale + reduce_add(probe);
-    memcpy(rest + 2, &marked, sizeof marked);
+    memcpy(rest + 1, &marked, sizeof marked);
   }
 
-  // Two parts of weighed probabilities; returns what a whole number stands for.
-  template <int kCount>
-  VLLM_INLINE float store_whole_probabilities(uint32_t* to, const F (&p)[kCount]) {
-    F largest = p[0];
-#pragma GCC unroll 4
-    for (int v = 1; v < kCount; ++v) largest = max(largest, p[v]);
-    const float most = reduce_max(largest);
+  // Two parts of a tile's weighed probabilities; returns what a whole number stands for.
+  VLLM_INLINE float store_whole_probabilities(uint32_t* to, const F (&p)[4]) {
+    const float most = reduce_max(max(max(p[0], p[1]), max(p[2], p[3])));
     if (!(most > 0x1p-100f)) {  // nothing is seen; or NaN, which stays
       memset(to, 0, 2 * kTileStates);
       return most == most ? 0.f : most;
     }
-    const float step = most / ValueUnits::kMost;
-    const F factor = set1(1.f / step);
-    uint8_t* const bytes = reinterpret_cast<uint8_t*>(to);
-#pragma GCC unroll 4
-    for (int v = 0; v < kCount; ++v) {
-      const U whole = _mm512_cvtps_epi32(mul(p[v], factor));
-      const __m128i high = _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + v * kLanes), high);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + kTileStates + v * kLanes),
-                       _mm512_cvtepi32_epi8(whole));
-    }
-    return step;
+    const F factor = set1(ValueUnits::kMost / most);
+    // The lowest 16 bits of 2^23 + x are those of x to the nearest whole.
+    const F ones = set1(0x1p23f);
+    const U first = low_halves(fma(p[0], factor, ones), fma(p[1], factor, ones));
+    const U second = low_halves(fma(p[2], factor, ones), fma(p[3], factor, ones));
+    const U even = _mm512_load_si512(kEvenBytes.place);
+    const U odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+    u_store(to, _mm512_permutex2var_epi8(first, odd, second));
+    u_store(to + kTileStates / 4, _mm512_permutex2var_epi8(first, even, second));
+    return most * (1.f / ValueUnits::kMost);
+  }
+
+  VLLM_INLINE U low_halves(F low, F high) {
+    const U places = _mm512_load_si512(kEvenHalves.place);
+    return _mm512_permutex2var_epi16(as_units(low), places, as_units(high));
   }
 
   ScalesAt<Format> scales;

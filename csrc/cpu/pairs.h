@@ -55,13 +55,65 @@ static void load_floats(float* to, const Rows& query, int64_t from, int64_t room
   }
 }
 
-// Floats in order to the pairs of raw units that expand to kExpand registers.
+// Which words of 32 become the pairs of raw units that expand to kExpand registers.
+template <int kExpand>
+struct PairPlaces {
+  alignas(64) uint16_t place[32];
+  constexpr PairPlaces() : place{} {
+    for (int unit = 0; unit < kLanes; ++unit) {
+      const int first = unit / kExpand * (2 * kExpand) + unit % kExpand;
+      place[2 * unit] = static_cast<uint16_t>(first);
+      place[2 * unit + 1] = static_cast<uint16_t>(first + kExpand);
+    }
+  }
+};
+template <int kExpand>
+constexpr PairPlaces<kExpand> kPairPlaces;
+
+// Floats in order to those pairs; whole registers.
 template <int kExpand>
 static void pair_up(uint32_t* to, const float* from, int64_t units) {
-  for (int64_t unit = 0; unit < units; ++unit) {
-    const int64_t first = unit / kExpand * (2 * kExpand) + unit % kExpand;
-    to[unit] = bfloat16_of(from[first]) |
-               static_cast<uint32_t>(bfloat16_of(from[first + kExpand])) << 16;
+  static_assert(kLanes % kExpand == 0);
+  const U places = _mm512_load_si512(kPairPlaces<kExpand>.place);
+  for (int64_t unit = 0; unit < units; unit += kLanes) {
+    const U words =
+        (U)_mm512_cvtne2ps_pbh(load(from + 2 * unit + kLanes), load(from + 2 * unit));
+    u_store(to + unit, _mm512_permutexvar_epi16(places, words));
+  }
+}
+
+VLLM_INLINE F unpack_low_pairs(F a, F b) {
+  return _mm512_castpd_ps(
+      _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+VLLM_INLINE F unpack_high_pairs(F a, F b) {
+  return _mm512_castpd_ps(
+      _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+}
+
+// From blocks of four registers, each of every fourth element, to elements in order; a
+// number is added to each.
+static void put_in_order(float* to, const float* from, int size, float bias) {
+  const F plus = set1(bias);
+  for (int block = 0; block < size; block += 4 * kLanes) {
+    F r[4];
+    for (int i = 0; i < 4; ++i) r[i] = add(load(from + block + i * kLanes), plus);
+    const F low01 = _mm512_unpacklo_ps(r[0], r[1]);
+    const F high01 = _mm512_unpackhi_ps(r[0], r[1]);
+    const F low23 = _mm512_unpacklo_ps(r[2], r[3]);
+    const F high23 = _mm512_unpackhi_ps(r[2], r[3]);
+    // Quarter q of register i: elements from 4 * (4 q + i) on.
+    const F fours[4] = {unpack_low_pairs(low01, low23), unpack_high_pairs(low01, low23),
+                        unpack_low_pairs(high01, high23),
+                        unpack_high_pairs(high01, high23)};
+    const F front01 = _mm512_shuffle_f32x4(fours[0], fours[1], 0x44);
+    const F back01 = _mm512_shuffle_f32x4(fours[0], fours[1], 0xee);
+    const F front23 = _mm512_shuffle_f32x4(fours[2], fours[3], 0x44);
+    const F back23 = _mm512_shuffle_f32x4(fours[2], fours[3], 0xee);
+    store(to + block, _mm512_shuffle_f32x4(front01, front23, 0x88));
+    store(to + block + kLanes, _mm512_shuffle_f32x4(front01, front23, 0xdd));
+    store(to + block + 2 * kLanes, _mm512_shuffle_f32x4(back01, back23, 0x88));
+    store(to + block + 3 * kLanes, _mm512_shuffle_f32x4(back01, back23, 0xdd));
   }
 }
 
@@ -146,8 +198,6 @@ struct Bytes {
     }
   }
 
-  VLLM_INLINE int place(int elem) { return elem; }
-
   // Probabilities of states (0, 2) and (1, 3) to a unit each.
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) {
     const __m256i pairs = (__m256i)_mm512_cvtneps_pbh(p);
@@ -226,8 +276,6 @@ struct Nibbles {
     expand(value_words(group, elem, count), r[0]);
   }
 
-  VLLM_INLINE int place(int elem) { return elem % 4 * 16 + elem / 4; }
-
   VLLM_INLINE void store_probabilities(uint32_t* to, F p) {
     BFloat16Units::store_probabilities(to, p);
   }
@@ -304,9 +352,7 @@ struct PairCells : TiledCells<BFloat16Units> {
   }
 
   void finish(const float* acc, float bias, float* to) const {
-    for (int block = 0; block < head_size_v; block += 64) {
-      for (int i = 0; i < 64; ++i) to[block + i] = acc[block + ValueCode::place(i)] + bias;
-    }
+    put_in_order(to, acc, head_size_v, bias);
   }
 
   static constexpr int kMaxHead = 1024;

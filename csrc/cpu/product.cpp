@@ -9,6 +9,7 @@ template void product<Float32Units>(const ProductArgs&, int, int);
 template void product<BFloat16Units>(const ProductArgs&, int, int);
 template void product<Int8Units::Keys>(const ProductArgs&, int, int);
 template void product<Int8Units::Values>(const ProductArgs&, int, int);
+template void grouped_product<BFloat16Units>(const ProductArgs&, int, int);
 #endif
 
 }  // namespace vllm_cpu::VLLM_ISA

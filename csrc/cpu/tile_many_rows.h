@@ -29,15 +29,10 @@ class ManyRows {
     scores.steps = t.key_raws * kExpand;
     if constexpr (kGroup > 0) {
       scores.steps = kGroup * kExpand;
+      scores.groups = t.key_raws / kGroup;
       scores.scales = t.group_scales;
       scores.scales_vector = t.strip_scales(1) - t.strip_scales(0);
-      clear_scores(t, vectors);
-      for (int raw = 0; raw < t.key_raws; raw += kGroup) {
-        product<typename Units::Keys>(scores, t.rows, vectors);
-        scores.a += scores.steps;
-        scores.b += scores.steps * kLanes;
-        scores.scales += kLanes;
-      }
+      grouped_product<typename Units::Keys>(scores, t.rows, vectors);
     } else {
       product<typename Units::Keys>(scores, t.rows, vectors);
     }
@@ -62,14 +57,6 @@ class ManyRows {
   }
 
  private:
-  static void clear_scores(Frame& t, int vectors) {
-    for (int row = 0; row < t.rows; ++row) {
-      for (int v = 0; v < vectors; ++v) {
-        store(t.scores + row * kTileStates + v * kLanes, set1(0.f));
-      }
-    }
-  }
-
   // One raw unit of a strip's states to its place.
   static __attribute__((always_inline)) void unpack(const Frame& t,
                                                     const typename Cells::Tables& tables,

@@ -37,7 +37,7 @@ class TileSoftmax {
   static float query_scale(const Frame& t, int row) {
     if constexpr (kParts == 1) return 1.f;
     const uint32_t* const end = t.queries + (row + 1) * t.query_row;
-    return reinterpret_cast<const float*>(end - kLanes)[2];
+    return reinterpret_cast<const float*>(end - kLanes)[1];
   }
 
   // kCount: the number of vectors, or 0 where it is not known.

@@ -12,6 +12,7 @@ struct Float32Units {
   using Keys = Float32Units;
   using Values = Float32Units;
   using Sum = F;
+  using Whole = F;
   using Factor = U;
   static constexpr int kElems = 1;
   static constexpr int kParts = 1;
@@ -53,6 +54,7 @@ struct BFloat16Units {
   using Keys = BFloat16Units;
   using Values = BFloat16Units;
   using Sum = F;
+  using Whole = F;
   using Factor = U;
   static constexpr int kElems = 2;
   static constexpr int kParts = 1;
@@ -107,25 +109,32 @@ struct Int8Units {
     U high;
     U low;
   };
+  using Whole = U;  // the parts one after the other
   struct Factor {
     U high;
     U low;
   };
   static constexpr int kElems = 4;
   static constexpr int kParts = 2;
-  static constexpr int kRows = 4;
-  static constexpr int kVectors = 2;
+  static constexpr int kRows = kBlockRows;        // of a product block
+  static constexpr int kVectors = kBlockVectors;
 
   VLLM_INLINE Factor factor(const uint32_t* a, int64_t part) {
     return {u_set1(a[0]), u_set1(a[part])};
   }
-  VLLM_INLINE Sum zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+
+  VLLM_INLINE F number(U whole) { return _mm512_cvtepi32_ps(whole); }
 
   // Keys with 128 added, times queries from -2^14 to 2^14 in steps of 128 and of 1.
   struct Keys;
   // Values times probabilities below 2^16, in steps of 256 and of 1.
   struct Values;
 
+  // Sums in place, where GCC 12 copies what the intrinsic adds to.
+  VLLM_INLINE U dot_bytes(U acc, U without_sign, U with_sign) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(without_sign), "v"(with_sign));
+    return acc;
+  }
   VLLM_INLINE U dot_signed(U acc, U b, const uint32_t* a) {
     asm volatile("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(b), "m"(*a));
     return acc;
@@ -137,28 +146,30 @@ struct Int8Units {
 };
 
 struct Int8Units::Keys : Int8Units {
-  static constexpr float kStep = 128.f;
   static constexpr float kMost = 127.f * 128.f;
 
+  VLLM_INLINE U next_part(U high, U low) {
+    return _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
+  }
+  VLLM_INLINE U dot(U acc, U b, U a) { return dot_bytes(acc, b, a); }
   VLLM_INLINE void add(Sum& acc, U b, const Factor& a) {
-    acc.high = _mm512_dpbusd_epi32(acc.high, b, a.high);
-    acc.low = _mm512_dpbusd_epi32(acc.low, b, a.low);
+    acc.high = dot(acc.high, b, a.high);
+    acc.low = dot(acc.low, b, a.low);
   }
 };
 
 struct Int8Units::Values : Int8Units {
-  static constexpr float kStep = 256.f;
   static constexpr float kMost = 255.f * 256.f;
 
+  VLLM_INLINE U next_part(U high, U low) {
+    return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+  }
+  VLLM_INLINE U dot(U acc, U b, U a) { return dot_bytes(acc, a, b); }
   VLLM_INLINE void add(Sum& acc, U b, const Factor& a) {
-    acc.high = _mm512_dpbusd_epi32(acc.high, a.high, b);
-    acc.low = _mm512_dpbusd_epi32(acc.low, a.low, b);
+    acc.high = dot(acc.high, b, a.high);
+    acc.low = dot(acc.low, b, a.low);
   }
 };
-
-VLLM_INLINE F total(const Int8Units::Sum& sum, float step) {
-  return fma(_mm512_cvtepi32_ps(sum.high), set1(step), _mm512_cvtepi32_ps(sum.low));
-}
 #endif
 
 }  // namespace vllm_cpu::VLLM_ISA

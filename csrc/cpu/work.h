@@ -14,7 +14,7 @@
 
 namespace vllm_cpu {
 
-constexpr int kMaxRows = 60;        // ten register blocks of six rows
+constexpr int kMaxRows = 120;       // twenty register blocks of six rows
 constexpr int kTileStates = 64;     // states unpacked at a time
 constexpr int kChunkStates = 512;
 
