@@ -1,11 +1,17 @@
-"""What a start of the engine does not import: each costs half a second or more."""
+"""What a start of the engine leaves out: each costs half a second or more."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import pytest
+
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import load_tokenizer
 
 _HEAVY = ("transformers", "sympy", "torch._dynamo", "torch.distributed.tensor")
 
@@ -39,3 +45,32 @@ def test_a_gguf_model_is_loaded_and_run_without_heavy_imports() -> None:
         "core.model_executor.collective_rpc('compile_or_warm_up_model')"
     )
     assert heavy_modules_after(code) == []
+
+
+@pytest.fixture(params=[True, False], ids=["collecting", "not_collecting"])
+def collects(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    yield request.param
+    (gc.enable if before else gc.disable)()
+
+
+class _SeesCollector:
+    """A configuration whose first use fails, having looked at the collector."""
+
+    was_enabled: bool | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self.was_enabled = gc.isenabled()
+        raise LookupError(name)
+
+
+@pytest.mark.parametrize("start", [EngineCore, load_tokenizer])
+def test_garbage_is_not_collected_while_an_engine_starts_even_in_vain(
+    start: Callable[[Any], object], collects: bool
+) -> None:
+    config = _SeesCollector()
+    with pytest.raises(LookupError):
+        start(config)
+    assert config.was_enabled is False
+    assert gc.isenabled() is collects

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
+from vllm.utils.gc_utils import collector_paused
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.import_utils import resolve_qualname
 from vllm.utils.mem_utils import format_bytes
@@ -52,6 +53,7 @@ class EngineCore:
     Construction raises ValueError, in one sentence, for what cannot be served.
     """
 
+    @collector_paused()
     def __init__(
         self,
         vllm_config: VllmConfig,

@@ -14,6 +14,7 @@ from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.utils.gc_utils import collector_paused
 from vllm.utils.text_utils import short_repr, shorten
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.sample.logits_processor import load_custom_logitsprocs
@@ -23,6 +24,7 @@ from vllm.v1.structured_output import check_structured_outputs
 _UNSUPPORTED_PARAMS = ("thinking_token_budget",)
 
 
+@collector_paused()
 def load_tokenizer(model_config: ModelConfig) -> Any:
     """The tokenizer that a configuration asks for, or None."""
     if model_config.skip_tokenizer_init:
