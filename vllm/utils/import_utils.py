@@ -28,6 +28,20 @@ def resolve_qualname(path: str) -> Any:
 resolve_obj_by_qualname = resolve_qualname
 
 
+def resolve_setting(setting: str, path: str) -> Any:
+    """What a setting names by "module:Name" or "module.Name".
+
+    Raises ValueError, with the setting and the reason, where there is no such thing.
+    """
+    try:
+        return resolve(path) if ":" in path else resolve_qualname(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{setting} {path!r} cannot be loaded: {error}; expected the path of "
+            "a class that Python finds, as 'package.module.Name'"
+        ) from error
+
+
 def has_module(name: str) -> bool:
     """Says whether a module can be found, without importing it."""
     return importlib.util.find_spec(name) is not None

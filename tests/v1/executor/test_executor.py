@@ -1,9 +1,14 @@
 """One process serves a model; what is not there is refused by name."""
 
+import re
+from collections.abc import Callable
+
 import pytest
 
-from vllm.config import ParallelConfig, VllmConfig
+from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.engine.core import scheduler_class
 from vllm.v1.executor import Executor, UniProcExecutor
+from vllm.v1.sample.logits_processor import load_custom_logitsprocs
 
 
 def config(**parallel) -> VllmConfig:
@@ -65,6 +70,32 @@ def test_absent_backends_are_refused_by_name(backend):
 def test_classes_that_are_no_executors_are_refused():
     with pytest.raises(ValueError, match="expected a subclass"):
         Executor.get_class(config(distributed_executor_backend=f"{__name__}.Worker"))
+
+
+LOADED_BY_PATH: dict[str, Callable[[str], object]] = {
+    "distributed_executor_backend": lambda path: Executor.get_class(
+        config(distributed_executor_backend=path)
+    ),
+    "worker_cls": lambda path: UniProcExecutor(config(worker_cls=path)),
+    "scheduler_cls": lambda path: scheduler_class(
+        VllmConfig(scheduler_config=SchedulerConfig(scheduler_cls=path))
+    ),
+    "logits processor": lambda path: load_custom_logitsprocs([path]),
+}
+
+
+@pytest.mark.parametrize("path", ["no_such_module.Name", "json.no_such_name", ".Name"])
+@pytest.mark.parametrize("setting", LOADED_BY_PATH)
+def test_paths_that_lead_nowhere_are_refused_by_setting_and_path(setting, path):
+    wanted = re.escape(f"{setting} {path!r} cannot be loaded")
+    with pytest.raises(ValueError, match=wanted):
+        LOADED_BY_PATH[setting](path)
+
+
+def test_classes_that_are_no_schedulers_are_refused():
+    path = f"{__name__}.Worker"
+    with pytest.raises(ValueError, match="expected a subclass"):
+        LOADED_BY_PATH["scheduler_cls"](path)
 
 
 def test_several_ranks_are_refused():

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 from vllm.utils.gc_utils import collector_paused
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.utils.import_utils import resolve_qualname
+from vllm.utils.import_utils import resolve_setting
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.text_utils import shorten
 from vllm.v1.core.kv_cache_report import kv_plan
@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
 )
+from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreOutput,
@@ -68,13 +69,14 @@ class EngineCore:
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and vllm_config.kv_transfer_is_on:
             KVConnectorFactory.check_config(transfer)
+        cls = scheduler_class(vllm_config)
         self.structured_output_manager = StructuredOutputManager(vllm_config)
         executor_class = executor_class or Executor.get_class(vllm_config)
         self.model_executor = executor_class(vllm_config)
         with ExitStack() as undo:
             undo.callback(self.model_executor.shutdown)
             self.kv_cache_config = self._initialize_kv_caches()
-            self.scheduler = self._build_scheduler()
+            self.scheduler = self._build_scheduler(cls)
             undo.callback(self.scheduler.shutdown)
             self._exchange_handshakes()
             undo.pop_all()
@@ -109,10 +111,7 @@ class EngineCore:
             _say_cache(config, plans[0])
         return scheduler_plan
 
-    def _build_scheduler(self) -> Any:
-        cls: Any = self.vllm_config.scheduler_config.scheduler_cls or Scheduler
-        if isinstance(cls, str):
-            cls = resolve_qualname(cls)
+    def _build_scheduler(self, cls: type) -> Any:
         return cls(
             vllm_config=self.vllm_config,
             kv_cache_config=self.kv_cache_config,
@@ -304,6 +303,19 @@ REPORTED_CACHE_FIELDS = (
 UTILITIES = frozenset(
     {"reset_prefix_cache", "collective_rpc", "get_supported_tasks", "is_sleeping"}
 )
+
+
+def scheduler_class(vllm_config: VllmConfig) -> type:
+    """The scheduler of a configuration: a class, or the path of one. ValueError for
+    anything else."""
+    asked: Any = vllm_config.scheduler_config.scheduler_cls or Scheduler
+    found = resolve_setting("scheduler_cls", asked) if isinstance(asked, str) else asked
+    if not (isinstance(found, type) and issubclass(found, SchedulerInterface)):
+        raise ValueError(
+            f"scheduler_cls {asked!r} is {found!r}: expected a subclass of "
+            f"{SchedulerInterface.__module__}.SchedulerInterface"
+        )
+    return found
 
 
 def _begin_auto_fit(vllm_config: VllmConfig) -> None:

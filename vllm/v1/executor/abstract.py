@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.utils.import_utils import resolve, resolve_qualname
+from vllm.utils.import_utils import resolve, resolve_setting
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
@@ -49,7 +49,8 @@ class Executor(ABC):
         if backend in _EXECUTORS:
             return _checked(resolve(_EXECUTORS[backend]), str(backend))
         if isinstance(backend, str) and "." in backend:
-            return _checked(resolve_qualname(backend), backend)
+            found = resolve_setting("distributed_executor_backend", backend)
+            return _checked(found, backend)
         raise ValueError(
             f"distributed_executor_backend {backend!r} is not supported: expected uni "
             "(one process), or the dotted path of an Executor subclass"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
-from vllm.utils.import_utils import resolve_qualname
+from vllm.utils.import_utils import resolve_setting
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -25,7 +25,7 @@ class UniProcExecutor(Executor):
                 f"{current_platform.device_name} names no worker; set worker_cls to "
                 "the dotted path of a WorkerBase subclass"
             )
-        self.driver_worker = resolve_qualname(path)(self.vllm_config)
+        self.driver_worker = resolve_setting("worker_cls", path)(self.vllm_config)
         self.driver_worker.init_device()
         self.driver_worker.load_model()
         # Workers settle it as soon as they have built the model; a worker of another

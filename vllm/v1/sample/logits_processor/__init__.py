@@ -10,7 +10,7 @@ import torch
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.sampling_params import SamplingParams
-from vllm.utils.import_utils import resolve, resolve_qualname
+from vllm.utils.import_utils import resolve_setting
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
@@ -90,7 +90,7 @@ def load_custom_logitsprocs(
     classes = _installed_logitsprocs()
     for given in logits_processors or ():
         if isinstance(given, str):
-            found = resolve(given) if ":" in given else resolve_qualname(given)
+            found = resolve_setting("logits processor", given)
             classes.append(_checked_class(found, f"logits processor {given!r}"))
         else:
             classes.append(_checked_class(given, "a logits processor"))
