@@ -190,53 +190,75 @@ void decode(const PackedArgs& a, const State& state, float* key, float* value) {
                 page + parts.v_scales_of(place) + place % kInterleaved, kInterleaved);
 }
 
-float e4m3_value(uint32_t code) {
-  alignas(64) float value[kLanes];
-  store(value, e4m3(Codes{} + code));
-  return value[0];
-}
+constexpr int kMaxGroups = kMaxHead / kGroup;
+static_assert(kMaxGroups % kLanes == 0);
 
-struct Block {
-  uint8_t codes[kGroup];
-  uint32_t scale;
+// The e4m3 scales of a head's groups, and what they stand for with the layer's scale.
+struct Scales {
+  alignas(64) uint32_t code[kMaxGroups];
+  alignas(64) float step[kMaxGroups];
+  alignas(64) float inverse[kMaxGroups];  // 0 where the step is
 
-  Block(const float* x, float reciprocal, float global_scale) {
-    scale = e4m3_code(largest_magnitude(x, kGroup) * reciprocal / global_scale);
-    const float step = e4m3_value(scale) * global_scale;
-    const float inverse = step > 0.f ? 1.f / step : 0.f;
-    for (int i = 0; i < kGroup; ++i) {
-      codes[i] = static_cast<uint8_t>(e2m1_code(x[i] * inverse));
+  // Whole registers of groups, whose largest magnitudes are given.
+  Scales(const float* largest, int groups, float reciprocal, float global_scale) {
+    for (int begin = 0; begin < groups; begin += kLanes) {
+      for (int i = begin; i < begin + kLanes; ++i) {
+        code[i] = e4m3_code(largest[i] * reciprocal / global_scale);
+      }
+      Codes codes;
+      memcpy(&codes, code + begin, sizeof codes);
+      store(step + begin, mul(e4m3(codes), set1(global_scale)));
+      for (int i = begin; i < begin + kLanes; ++i) {
+        inverse[i] = step[i] > 0.f ? 1.f / step[i] : 0.f;
+      }
     }
-  }
-
-  float error(const float* x, float global_scale) const {
-    static constexpr float kValues[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
-                                          -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
-    const float step = e4m3_value(scale) * global_scale;
-    float squares[kGroup];
-    for (int i = 0; i < kGroup; ++i) {
-      const float off = kValues[codes[i]] * step - x[i];
-      squares[i] = off * off;
-    }
-    return tree_sum(squares, kGroup);
   }
 };
+
+void group_codes(uint8_t* codes, const float* x, float inverse) {
+  for (int i = 0; i < kGroup; ++i) {
+    codes[i] = static_cast<uint8_t>(e2m1_code(x[i] * inverse));
+  }
+}
+
+float error_of(const uint8_t* codes, const float* x, float step) {
+  static constexpr float kValues[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
+                                        -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
+  float squares[kGroup];
+  for (int i = 0; i < kGroup; ++i) {
+    const float off = kValues[codes[i]] * step - x[i];
+    squares[i] = off * off;
+  }
+  return tree_sum(squares, kGroup);
+}
 
 template <bool kFourOverSix>
 void encode_side(uint8_t* codes, uint8_t* scales, int step, float* x, int size,
                  float global_scale) {
   make_finite(x, size, kInputLimit);
-  for (int group = 0; group < size / kGroup; ++group) {
+  const int groups = size / kGroup;
+  alignas(64) float largest[kMaxGroups] = {};
+  for (int group = 0; group < groups; ++group) {
+    largest[group] = largest_magnitude(x + group * kGroup, kGroup);
+  }
+  const Scales six(largest, groups, kSixth, global_scale);
+  const Scales four(largest, kFourOverSix ? groups : 0, kQuarter, global_scale);
+  for (int group = 0; group < groups; ++group) {
     const float* const from = x + group * kGroup;
-    Block block(from, kSixth, global_scale);
+    uint8_t best[kGroup];
+    uint32_t scale = six.code[group];
+    group_codes(best, from, six.inverse[group]);
     if (kFourOverSix) {
-      const Block other(from, kQuarter, global_scale);
-      if (other.error(from, global_scale) < block.error(from, global_scale)) {
-        block = other;
+      uint8_t other[kGroup];
+      group_codes(other, from, four.inverse[group]);
+      if (error_of(other, from, four.step[group]) <
+          error_of(best, from, six.step[group])) {
+        memcpy(best, other, kGroup);
+        scale = four.code[group];
       }
     }
-    pack_codes<4>(codes + group * kGroup / 2, block.codes, kGroup);
-    scales[group * step] = static_cast<uint8_t>(block.scale);
+    pack_codes<4>(codes + group * kGroup / 2, best, kGroup);
+    scales[group * step] = static_cast<uint8_t>(scale);
   }
 }
 
