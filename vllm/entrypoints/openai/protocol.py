@@ -341,6 +341,14 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     @property
+    def names_of_fields(self) -> dict[str, str]:
+        """What this request calls the fields that completions and engine know."""
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
+
+    @property
     def wanted_tokens(self) -> int | None:
         """Tokens asked for: max_completion_tokens, else the older max_tokens."""
         if self.max_completion_tokens is not None:
