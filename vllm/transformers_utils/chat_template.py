@@ -126,7 +126,9 @@ def _why(error: Exception) -> str:
         what = f"refuses these messages ({reason})"
     else:
         what = f"fails on these messages ({type(error).__name__}: {reason})"
-    return f"the chat template {what}: check roles, their order and chat_template_kwargs"
+    return (
+        f"the chat template {what}: check roles, their order and chat_template_kwargs"
+    )
 
 
 def _check_variables(
