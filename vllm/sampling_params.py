@@ -169,7 +169,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
     def _verify_lists(self) -> None:
         stops: Any = self.stop
         if len(stops) > MAX_STOP_STRINGS:
-            _refuse("stop", f"{len(stops)} strings", f"at most {MAX_STOP_STRINGS}")
+            raise VLLMValidationError(
+                f"stop must hold at most {MAX_STOP_STRINGS} strings, got "
+                f"{len(stops):,}",
+                parameter="stop",
+                value=len(stops),
+            )
         if any(not isinstance(text, str) or not text for text in stops):
             _refuse("stop", self.stop, "non-empty strings")
         if stops and not self.detokenize:

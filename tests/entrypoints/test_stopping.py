@@ -193,6 +193,26 @@ def test_a_service_manager_stops_a_server_whose_requests_run_on(
     assert "has stopped" not in server.log
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_template_that_never_ends_does_not_keep_the_server_alive(
+    path: str,
+    tiny_model: str,  # noqa: F811
+) -> None:
+    args = ["--kv-cache-memory-bytes", "8MiB", "--shutdown-timeout", "1"]
+    loops = "".join(f"{{% for i{n} in range(9000) %}}" for n in range(5))
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "chat_template": loops + "{% endfor %}" * 5,
+    }
+    trusting = [*args, "--trust-request-chat-template"]
+    with RemoteServer(tiny_model, trusting) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}{path}", json=body, timeout=1)
+        assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=40) == 0
+
+
 def test_signals_raise_once_for_one_wish() -> None:
     handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
     for number, kind in (

@@ -3,9 +3,16 @@
 Knows templates and message shapes; refuses to know HTTP and sampling.
 """
 
+import inspect
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+from vllm.exceptions import VLLMValidationError
+from vllm.utils.text_utils import short_repr
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -47,9 +54,10 @@ def render_chat(
     """The prompt text of a conversation; encode it without adding special tokens.
 
     `chat_template` overrides the tokenizer's own. Text parts of a message's content
-    are joined by newlines. Raises ValueError, in one line, when the model has no
-    template, flags contradict each other, a part is no text, or the template refuses
-    the messages.
+    are joined by newlines, and the arguments of tool calls are parsed. Raises
+    ValueError, in one line, when the model has no template, flags contradict each
+    other, a part is no text, tool calls are not shown, or the template refuses the
+    messages; as VLLMValidationError where one field is at fault.
     """
     if chat_template is None and not tokenizer.chat_template:
         raise ValueError(
@@ -61,10 +69,16 @@ def render_chat(
             "add_generation_prompt and continue_final_message exclude each other: set "
             "add_generation_prompt to false to continue the last message"
         )
-    conversation = [flatten_content(message) for message in messages]
+    variables = dict(chat_template_kwargs or {})
+    _check_variables(tokenizer, variables)
+    conversation = []
+    for i, message in enumerate(messages):
+        where = f"messages[{i}]"
+        conversation.append(_with_parsed_calls(flatten_content(message, where), where))
     if not conversation:
         raise ValueError("messages is empty: expected at least one message")
-    try:
+
+    def render(conversation: list[dict[str, Any]]) -> str:
         return str(
             tokenizer.apply_chat_template(
                 conversation,
@@ -74,47 +88,155 @@ def render_chat(
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **dict(chat_template_kwargs or {}),
+                **variables,
             )
         )
+
+    try:
+        text = render(conversation)
     except Exception as error:  # Jinja, and whatever a template raises
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the chat template refuses these messages ({reason}): check roles, their "
-            "order and chat_template_kwargs"
-        ) from error
+        raise ValueError(_why(error)) from error
+    for i, message in enumerate(conversation):
+        if not message.get("tool_calls"):
+            continue
+        bare = [{**m} for m in conversation]
+        del bare[i]["tool_calls"]
+        try:
+            shown = render(bare) != text
+        except Exception:
+            shown = True
+        if not shown:
+            raise VLLMValidationError(
+                f"messages[{i}].tool_calls: the chat template does not show tool calls "
+                "to the model; leave them out, or pass a --chat-template that does",
+                parameter=f"messages[{i}].tool_calls",
+            )
+    return text
 
 
-def flatten_content(message: Mapping[str, Any]) -> dict[str, Any]:
+def _why(error: Exception) -> str:
+    reason = " ".join(str(error).split())
+    if isinstance(error, TemplateSyntaxError):
+        return (
+            f"the chat template is not valid Jinja (line {error.lineno}: {reason}): "
+            "correct it"
+        )
+    # What `raise_exception` of a template raises is of this very class.
+    if type(error) is TemplateError:
+        what = f"refuses these messages ({reason})"
+    else:
+        what = f"fails on these messages ({type(error).__name__}: {reason})"
+    return (
+        f"the chat template {what}: check roles, their order and chat_template_kwargs"
+    )
+
+
+def _check_variables(
+    tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any]
+) -> None:
+    """Variables of a template may not be what the rendering itself is told."""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    taken = {"messages", "self", *own}
+    for name in variables:
+        if name in taken:
+            raise VLLMValidationError(
+                f"chat_template_kwargs cannot set {name!r}, which is given by the "
+                "request itself: expected further variables of the chat template",
+                parameter="chat_template_kwargs",
+            )
+
+
+def flatten_content(
+    message: Mapping[str, Any], where: str = "message"
+) -> dict[str, Any]:
     """The message with its content as one string, which every template understands.
 
-    A missing or null content becomes "" (an assistant message with tool calls).
+    A missing or null content becomes "" (an assistant message with tool calls). `where`
+    names the message in errors.
     """
     if "role" not in message:
-        raise ValueError(f"message {dict(message)!r} has no role: expected one")
+        raise VLLMValidationError(
+            f"{where} {short_repr(dict(message))} has no role: expected one",
+            parameter=f"{where}.role",
+        )
     content = message.get("content")
     if content is None:
         return {**message, "content": ""}
     if isinstance(content, str):
         return dict(message)
+    where = f"{where}.content"
     if not isinstance(content, Sequence):
-        raise ValueError(
-            f"message content of type {type(content).__name__} is not supported: "
-            "expected a string or a list of text parts"
+        raise VLLMValidationError(
+            f"{where} of type {type(content).__name__} is not supported: expected a "
+            "string or a list of text parts",
+            parameter=where,
         )
-    return {**message, "content": "\n".join(_text_of(part) for part in content)}
+    texts = [_text_of(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    return {**message, "content": "\n".join(texts)}
 
 
-def _text_of(part: Any) -> str:
+_TEXT_OF_PART = {"text": "text", "input_text": "text", "refusal": "refusal"}
+
+
+def _text_of(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping):
-        for key in ("text", "refusal"):
-            if isinstance(part.get(key), str):
-                return str(part[key])
-        kind = part.get("type", "unknown")
-        raise ValueError(
-            f"content part of type {kind!r} is not supported by this model: expected "
-            'parts like {"type": "text", "text": "..."}'
+    if not isinstance(part, Mapping):
+        raise VLLMValidationError(
+            f"{where} of type {type(part).__name__} is not supported: expected a part "
+            'like {"type": "text", "text": "..."}',
+            parameter=where,
         )
-    raise ValueError(f"content part {part!r} is not supported: expected a text part")
+    kind = part.get("type")
+    if kind is None and len(part) == 1:
+        kind = next(iter(part))
+    field = _TEXT_OF_PART.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise VLLMValidationError(
+            f"{where}: a part of type {short_repr(kind)} is not supported by this text "
+            "model; expected type 'text'",
+            parameter=where,
+        )
+    text = part.get(field)
+    if not isinstance(text, str):
+        got = f"got {short_repr(text)}" if field in part else "it is missing"
+        raise VLLMValidationError(
+            f"{where}.{field} must be a string; {got}", parameter=f"{where}.{field}"
+        )
+    return text
+
+
+def _with_parsed_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """The message with the arguments of its tool calls as objects, as templates expect
+    them; OpenAI's clients send them as JSON text."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    where = f"{where}.tool_calls"
+    if not isinstance(calls, list):
+        raise VLLMValidationError(
+            f"{where} must be a list, got {short_repr(calls)}", parameter=where
+        )
+    parsed = [_parsed_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
+    return {**message, "tool_calls": parsed}
+
+
+def _parsed_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise VLLMValidationError(
+            f"{where} must hold a function with a name, got {short_repr(call)}",
+            parameter=where,
+        )
+    where = f"{where}.function.arguments"
+    given = arguments = function.get("arguments")
+    if arguments is None or isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise VLLMValidationError(
+            f"{where} must be a JSON object, got {short_repr(given)}", parameter=where
+        )
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -17,7 +17,7 @@ def server() -> Iterator[RemoteServer]:
     args = [
         *("--max-model-len", "1024", "--kv-cache-memory-bytes", "256MiB"),
         *("--api-key", KEY, "--enable-prompt-tokens-details"),
-        "--enable-request-id-headers",
+        *("--enable-request-id-headers", "--trust-request-chat-template"),
     ]
     with RemoteServer(MODEL, args) as running:
         yield running

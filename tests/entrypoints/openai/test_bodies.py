@@ -1,5 +1,7 @@
 """What a body may not hold. No engine is needed to say so."""
 
+import gzip
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from vllm.entrypoints.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from vllm.exceptions import VLLMValidationError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 BODIES: dict[type, dict[str, Any]] = {
@@ -124,3 +127,98 @@ def test_which_roles_there_are_a_template_says(client: TestClient, role: str) ->
     body = {"messages": [{"role": role, "content": "x"}]}
     for model in (ChatCompletionRequest, TokenizeRequest):
         assert client.post(f"/{model.__name__}", json=body).status_code == 200
+
+
+def optional_fields(model: type) -> list[str]:
+    fields = model.model_fields  # type: ignore[attr-defined]
+    return [name for name, field in fields.items() if not field.is_required()]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(m, n) for m in BODIES for n in optional_fields(m) if n not in BODIES[m]],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+def test_null_means_not_given(client: TestClient, model: type, name: str) -> None:
+    answers = [
+        client.post(f"/{model.__name__}", json=BODIES[model] | change)
+        for change in ({}, {name: None})
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
+    default, found = (answer.json() for answer in answers)
+    if name == "max_tokens" and model is CompletionRequest:
+        assert found.pop(name) is None  # as many as fit, which 16 are not
+        default.pop(name)
+    for ids in (default, found):
+        ids.pop("request_id", None)
+    # false, 0 and null all say that nothing is wished.
+    assert {k: v or None for k, v in found.items()} == {
+        k: v or None for k, v in default.items()
+    }
+
+
+def test_a_required_field_is_not_null(client: TestClient) -> None:
+    for model, name in (
+        (ChatCompletionRequest, "messages"),
+        (DetokenizeRequest, "tokens"),
+    ):
+        assert refused(client, model, **{name: None})["param"] == name
+
+
+NOT_READ = [
+    (b'{"prompt": "\xff"}', {}, "not valid UTF-8: byte 0xff at position 12"),
+    (b'{"a": ' + b"[" * 200_000, {}, "nested too deeply"),
+    (b'{"n": ' + b"1" * 5000 + b"}", {}, "thousands of digits"),
+    (gzip.compress(b"{}"), {"Content-Encoding": "gzip"}, "Content-Encoding 'gzip'"),
+    (gzip.compress(b'{"prompt": "a"}'), {}, "compressed with gzip"),
+    (b'{"prompt": ', {}, "not valid JSON"),
+]
+
+
+@pytest.mark.parametrize(("body", "headers", "words"), NOT_READ, ids=range(6))
+def test_why_a_body_cannot_be_read_is_said(
+    client: TestClient, body: bytes, headers: dict[str, str], words: str
+) -> None:
+    headers = {"Content-Type": "application/json", **headers}
+    answer = client.post("/CompletionRequest", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("levels", [101, 200, 900])
+def test_a_body_is_not_nested_without_bound(client: TestClient, levels: int) -> None:
+    deep: Any = 1
+    for _ in range(levels):
+        deep = [deep]
+    error = refused(client, CompletionRequest, vllm_xargs={"a": deep})
+    assert error["param"] == "vllm_xargs" and "nested" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"reasoning_effort": "nope"}, "reasoning_effort"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "auto", "tools": []}, "tool_choice"),
+    ],
+)
+def test_what_means_nothing_is_refused(
+    client: TestClient, change: dict[str, Any], param: str
+) -> None:
+    assert refused(client, ChatCompletionRequest, **change)["param"] == param
+
+
+@pytest.mark.parametrize("bias", [100.5, -101, math.inf, -math.inf, math.nan])
+def test_a_bias_is_within_its_bounds(bias: float) -> None:
+    request = CompletionRequest(prompt="a", logit_bias={"5": bias})
+    with pytest.raises(VLLMValidationError, match="from -100 to 100"):
+        request.sampling_values({})
+    for good in (-100, 100):
+        request = CompletionRequest(prompt="a", logit_bias={"5": good})
+        assert request.sampling_values({})["logit_bias"] == {5: good}
+
+
+def test_stop_strings_are_counted() -> None:
+    request = CompletionRequest(prompt="a", stop=["x"] * 5000)
+    with pytest.raises(VLLMValidationError, match="at most 64 strings, got 5,000"):
+        request.to_sampling_params({}, 5)

@@ -197,6 +197,31 @@ def test_bad_requests_are_refused_by_name(
     assert word in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5000}, "max_completion_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
+        ({"messages": [{"role": "user", "content": "x y " * 5000}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 500_000}]}, "messages"),
+        ({"priority": 5}, "priority"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_names_the_field_that_was_sent(
+    http: httpx.Client, change: dict, param: str, stream: bool
+) -> None:
+    body = {"model": MODEL, "messages": QUESTION, "stream": stream, **change}
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert param in error["message"] or param == "messages"
+
+
 def test_template_arguments_reach_the_template(http: httpx.Client) -> None:
     body = {
         "messages": QUESTION,

@@ -156,7 +156,13 @@ def test_truncation_keeps_the_end(
     assert request.prompt_token_ids == prompt[-kept:]
 
 
-def test_salt_and_priority_travel(processor: InputProcessor) -> None:
+def test_salt_and_priority_travel(
+    processor: InputProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = {"prompt": "a", "cache_salt": "s"}
+    with pytest.raises(VLLMValidationError, match="--scheduling-policy") as caught:
+        processor.process_inputs("r", prompt, SamplingParams(), priority=3)
+    assert caught.value.parameter == "priority"
+    monkeypatch.setattr(processor, "policy", "priority")
     _, request = processor.process_inputs("r", prompt, SamplingParams(), priority=3)
     assert (request.cache_salt, request.priority) == ("s", 3)

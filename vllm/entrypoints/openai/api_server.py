@@ -34,7 +34,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeResponse,
 )
 from vllm.entrypoints.openai.serving import ServingContext
-from vllm.entrypoints.openai.serving_chat import ChatServer, chat_prompt
+from vllm.entrypoints.openai.serving_chat import ChatServer, encoded_chat
 from vllm.entrypoints.openai.serving_completion import CompletionServer
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import init_logger
@@ -125,21 +125,24 @@ async def load(raw: Request) -> JSONResponse:
 async def tokenize(body: TokenizeRequest, raw: Request) -> JSONResponse:
     context = _context(raw)
     context.check_model(body.model)
+    answer = await context.threads.run(_tokenized, context, body)
+    return JSONResponse(answer.model_dump())
+
+
+def _tokenized(context: ServingContext, body: TokenizeRequest) -> TokenizeResponse:
     if body.messages is not None:
-        text, special = chat_prompt(context, body), bool(body.add_special_tokens)
+        ids = encoded_chat(context, body)[1]
     else:
-        text, special = body.prompt or "", body.add_special_tokens is not False
-    ids = context.encode(text, special)
+        ids = context.encode(body.prompt or "", body.add_special_tokens is not False)
     strings = None
     if body.return_token_strs:
         strings = context.tokenizer.convert_ids_to_tokens(ids)
-    answer = TokenizeResponse(
+    return TokenizeResponse(
         count=len(ids),
         max_model_len=context.max_model_len,
         tokens=ids,
         token_strs=strings,
     )
-    return JSONResponse(answer.model_dump())
 
 
 @router.post("/detokenize")
@@ -153,7 +156,7 @@ async def detokenize(body: DetokenizeRequest, raw: Request) -> JSONResponse:
                 f"token id {token} is outside the vocabulary (0 to {vocab - 1})",
                 parameter="tokens",
             )
-    text = context.tokenizer.decode(body.tokens)
+    text = await context.threads.run(context.tokenizer.decode, body.tokens)
     return JSONResponse(DetokenizeResponse(prompt=text).model_dump())
 
 
@@ -231,6 +234,7 @@ async def init_app_state(app: FastAPI, engine: AsyncLLM, args: Any) -> None:
         vllm_config=config,
         tokenizer=engine.get_tokenizer(),
         chat_template=load_chat_template(args.chat_template),
+        trust_request_chat_template=args.trust_request_chat_template,
         return_tokens_as_token_ids=args.return_tokens_as_token_ids,
         enable_prompt_tokens_details=args.enable_prompt_tokens_details,
         enable_force_include_usage=args.enable_force_include_usage,

@@ -30,6 +30,12 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
     add("--root-path", default=None, help="path prefix behind a proxy")
     add("--chat-template", default=None, help="template file, or the template itself")
     add(
+        "--trust-request-chat-template",
+        action=flag,
+        default=False,
+        help="take chat templates from requests; one can run for ever",
+    )
+    add(
         "--return-tokens-as-token-ids",
         action=flag,
         default=False,

@@ -8,6 +8,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from vllm.entrypoints.openai.protocol import ErrorInfo, ErrorResponse
+from vllm.entrypoints.openai.unread_body import why_unread
 from vllm.exceptions import EngineDeadError, EngineGenerateError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.utils.text_utils import short_repr, shorten
@@ -110,8 +111,9 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse(body.model_dump(), status_code=body.error.code)
 
     @app.exception_handler(HTTPException)
-    async def on_http(_: Request, error: HTTPException) -> JSONResponse:
-        body = error_response(str(error.detail), HTTPStatus(error.status_code))
+    async def on_http(raw: Request, error: HTTPException) -> JSONResponse:
+        message = why_unread(raw, error.__cause__) or str(error.detail)
+        body = error_response(message, HTTPStatus(error.status_code))
         return JSONResponse(body.model_dump(), status_code=error.status_code)
 
     @app.exception_handler(Exception)

@@ -4,8 +4,7 @@ the answers to them.
 Says which fields exist and what they mean to the sampler. Knows nothing of the engine.
 """
 
-import math
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -210,13 +209,14 @@ class GenerationRequest(OpenAIModel):
         if self.logit_bias is None:
             return None
         for token, bias in self.logit_bias.items():
-            if not (token.isascii() and token.isdigit()) or math.isnan(bias):
+            is_id = token.isascii() and token.isdigit() and len(token) < 20
+            if not is_id or not -100 <= bias <= 100:  # also refuses NaN
                 raise VLLMValidationError(
-                    "logit_bias must map token ids to numbers, got "
+                    "logit_bias must map token ids to numbers from -100 to 100, got "
                     f"{short_repr(token)}: {bias}",
                     parameter="logit_bias",
                 )
-        return {int(k): min(100.0, max(-100.0, v)) for k, v in self.logit_bias.items()}
+        return {int(token): bias for token, bias in self.logit_bias.items()}
 
     @property
     def include_usage(self) -> bool:
@@ -297,7 +297,10 @@ class ChatCompletionRequest(GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    # The values that OpenAI has; a template sees which one is wanted.
+    reasoning_effort: (
+        Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None
+    ) = None
     add_special_tokens: bool = False
 
     @model_validator(mode="after")
@@ -308,10 +311,10 @@ class ChatCompletionRequest(GenerationRequest):
                 "shows the tools to the chat template only",
                 parameter="tools",
             )
-        if self.tool_choice not in (None, "none", "auto"):
+        if self.tool_choice not in (None, "none"):
             raise VLLMValidationError(
-                f"tool_choice {short_repr(self.tool_choice)} is not supported: "
-                "expected 'none'",
+                f"tool_choice {short_repr(self.tool_choice)} is not supported, and "
+                "has no meaning without tools: leave it out, or set it to 'none'",
                 parameter="tool_choice",
             )
         for name in ("functions", "function_call", "modalities", "audio"):
@@ -339,6 +342,14 @@ class ChatCompletionRequest(GenerationRequest):
                 parameter="continue_final_message",
             )
         return self
+
+    @property
+    def names_of_fields(self) -> dict[str, str]:
+        """What this request calls the fields that completions and engine know."""
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        return names
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -1,7 +1,7 @@
 """What every body of the HTTP API shares: unknown fields, ids, valid Unicode."""
 
 import uuid
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, model_validator
 
@@ -18,9 +18,11 @@ def random_uuid() -> str:
 
 _NO_UNICODE = "half of a surrogate pair: expected valid Unicode"
 _TOO_LARGE = "a whole number of more than 64 bits"
+_MOST_LEVELS = 100
+_TOO_DEEP = f"lists and objects nested more than {_MOST_LEVELS} levels deep"
 
 
-def _fault_in(value: Any, where: str) -> tuple[str, str] | None:
+def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
     """Where a body holds what no message between processes can, and what it is, such as
     ("messages.0.content", "half of a surrogate pair")."""
     if isinstance(value, str):
@@ -34,7 +36,12 @@ def _fault_in(value: Any, where: str) -> tuple[str, str] | None:
         parts = ((f"{where}.{i}", v) for i, v in enumerate(value))
     else:
         return None
-    return next((found for k, v in parts if (found := _fault_in(v, k))), None)
+    if level == _MOST_LEVELS:
+        return where.split(".")[0], _TOO_DEEP
+    for place, part in parts:
+        if found := _fault_in(part, place, level + 1):
+            return found
+    return None
 
 
 def _no_boolean(value: Any) -> Any:
@@ -81,6 +88,26 @@ class OpenAIModel(BaseModel):
             where, what = fault
             raise VLLMValidationError(f"{where} holds {what}", parameter=where)
         return body
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_not_given(cls, body: Any) -> Any:
+        """OpenAI's clients send null for what they leave to the server."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None or not cls._leaves_out_null(name)
+        }
+
+    @classmethod
+    def _leaves_out_null(cls, name: str) -> bool:
+        """Whether a field has a default, and a type that does not take null."""
+        field = cls.model_fields.get(name)
+        if field is None or field.is_required():
+            return False
+        return type(None) not in get_args(field.annotation)
 
     @model_validator(mode="after")
     def _say_unknown(self) -> "OpenAIModel":

@@ -1,7 +1,10 @@
 """What all endpoints share: model names, tokenisation, length limits, usage."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import os
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -20,6 +23,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import Logprob, RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.daemon_pool import DaemonPool
 from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
@@ -36,7 +40,11 @@ class ServingContext:
     return_tokens_as_token_ids: bool = False
     enable_prompt_tokens_details: bool = False
     enable_force_include_usage: bool = False
+    trust_request_chat_template: bool = False
     default_sampling: dict[str, Any] = field(default_factory=dict)
+    threads: DaemonPool = field(
+        default_factory=lambda: DaemonPool(min(32, (os.cpu_count() or 1) + 4))
+    )
 
     @property
     def max_model_len(self) -> int:
@@ -182,6 +190,24 @@ class ServingContext:
                 cached_tokens=cached_tokens
             )
         return usage
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Has VLLMValidationErrors name fields as a request names them: `names` maps a name
+    in the engine to the one that the client has sent."""
+    try:
+        yield
+    except VLLMValidationError as error:
+        name = names.get(error.parameter or "")
+        if name is None:
+            raise
+        message = str(error)
+        # "the prompt" is what messages become: it is an English word as well.
+        for old, new in names.items():
+            if old != "prompt":
+                message = re.sub(rf"\b{old}\b", new, message)
+        raise VLLMValidationError(message, parameter=name, value=error.value) from error
 
 
 def prompt_logprobs_json(

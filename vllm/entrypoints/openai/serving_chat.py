@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: messages in, an assistant message out."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,28 +18,44 @@ from vllm.entrypoints.openai.protocol import (
     ChatTopLogProb,
     UsageInfo,
 )
-from vllm.entrypoints.openai.serving import ServingContext, primed, prompt_logprobs_json
+from vllm.entrypoints.openai.serving import (
+    ServingContext,
+    primed,
+    prompt_logprobs_json,
+    renamed,
+)
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
-from vllm.transformers_utils.chat_template import render_chat
-from vllm.utils.text_utils import short_repr
+from vllm.transformers_utils.chat_template import flatten_content, render_chat
 
 _LOGPROB_FLOOR = -9999.0
 
 
-def chat_prompt(context: ServingContext, request: Any) -> str:
-    """The prompt text of a request's messages. Raises VLLMValidationError."""
-    template = request.chat_template or context.chat_template
-    messages = [_flat(message, i) for i, message in enumerate(request.messages)]
+def encoded_chat(context: ServingContext, request: Any) -> tuple[str, list[int]]:
+    """The prompt of a request's messages, as text and as token ids. Raises
+    VLLMValidationError."""
+    text = _prompt(context, request)
+    with renamed({"prompt": "messages"}):
+        return text, context.encode(text, bool(request.add_special_tokens))
+
+
+def _prompt(context: ServingContext, request: Any) -> str:
+    variables = dict(request.chat_template_kwargs or {})
+    _check_trust(context, "chat_template", request.chat_template)
+    _check_trust(context, "chat_template_kwargs", variables.get("chat_template"))
+    # /tokenize has no such fields.
+    if (effort := getattr(request, "reasoning_effort", None)) is not None:
+        variables.setdefault("reasoning_effort", effort)
     try:
         return render_chat(
             context.tokenizer,
-            messages,
-            chat_template=template,
+            request.messages,
+            chat_template=request.chat_template or context.chat_template,
             tools=request.tools,
+            documents=getattr(request, "documents", None),
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
-            chat_template_kwargs=request.chat_template_kwargs,
+            chat_template_kwargs=variables,
         )
     except VLLMValidationError:
         raise
@@ -49,30 +64,14 @@ def chat_prompt(context: ServingContext, request: Any) -> str:
         raise VLLMValidationError(str(error), parameter=param) from error
 
 
-def _flat(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """A message whose content is one text; other kinds of parts are refused by name."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    where = f"messages[{index}].content"
-    if not isinstance(content, list):
+def _check_trust(context: ServingContext, name: str, template: Any) -> None:
+    if template is not None and not context.trust_request_chat_template:
         raise VLLMValidationError(
-            f"{where} must be a string or a list of text parts", parameter=where
+            f"{name}: this server takes no chat template from requests, since one can "
+            "run for ever; leave it out, or start the server with "
+            "--trust-request-chat-template",
+            parameter=name,
         )
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "input_text") and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            raise VLLMValidationError(
-                f"{where}: part of type {short_repr(kind)} is not supported by this "
-                "text model; expected type 'text'",
-                parameter=where,
-            )
-    return {**message, "content": "\n".join(texts)}
 
 
 class ChatServer:
@@ -89,10 +88,11 @@ class ChatServer:
         Raises NotFoundError and ValueError before anything is scheduled.
         """
         # Tokenizing a long prompt takes a while; other requests go on meanwhile.
-        answer = await asyncio.to_thread(_Answer, self.context, request)
-        if request.stream:
-            return answer.stream(await primed(answer.outputs))
-        return await answer.whole()
+        with renamed(request.names_of_fields):
+            answer = await self.context.threads.run(_Answer, self.context, request)
+            if request.stream:
+                return answer.stream(await primed(answer.outputs))
+            return await answer.whole()
 
 
 class _Answer:
@@ -102,8 +102,7 @@ class _Answer:
         self.id = f"chatcmpl-{request.request_id}"
         self.created = int(time.time())
         self.role = "assistant"
-        text = chat_prompt(context, request)
-        ids = context.encode(text, request.add_special_tokens)
+        text, ids = encoded_chat(context, request)
         wanted = request.wanted_tokens
         self.ids = context.truncate(ids, request.truncate_prompt_tokens, wanted or 1)
         if wanted == 0:
@@ -122,7 +121,7 @@ class _Answer:
             return ""
         last = self.request.messages[-1]
         is_assistant = last.get("role") == self.role
-        return str(last.get("content") or "") if is_assistant else ""
+        return str(flatten_content(last)["content"]) if is_assistant else ""
 
     async def whole(self) -> ChatCompletionResponse:
         final: RequestOutput | None = None

@@ -1,6 +1,5 @@
 """POST /v1/completions: prompts in, continuations out, whole or as a stream."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -48,7 +47,7 @@ class CompletionServer:
         Raises NotFoundError and ValueError before anything is scheduled.
         """
         # Tokenizing a long prompt takes a while; other requests go on meanwhile.
-        answer = await asyncio.to_thread(_Answer, self.context, request)
+        answer = await self.context.threads.run(_Answer, self.context, request)
         if request.stream:
             return answer.stream(await primed(merge(answer.streams)))
         return await answer.whole()

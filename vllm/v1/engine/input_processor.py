@@ -43,6 +43,7 @@ class InputProcessor:
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any = None) -> None:
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
+        self.policy = vllm_config.scheduler_config.policy
         self.tokenizer = tokenizer
         self.vocab_size = self.model_config.get_vocab_size()
         self.generation_config = self.model_config.generation_defaults
@@ -86,6 +87,7 @@ class InputProcessor:
                 "LoRA adapters are not supported: leave lora_request out",
                 parameter="lora_request",
             )
+        self._check_priority(priority)
         text, token_ids, cache_salt = self._tokenize(prompt, tokenization_kwargs or {})
         self._check_prompt(token_ids)
         self._ask_logits_processors(params)
@@ -134,6 +136,16 @@ class InputProcessor:
                 value=keep,
             )
         return token_ids[-keep:]
+
+    def _check_priority(self, priority: int) -> None:
+        if priority and self.policy != "priority":
+            raise VLLMValidationError(
+                f"priority is {priority}, but requests are served in the order in "
+                "which they come: leave it out, or start with --scheduling-policy "
+                "priority",
+                parameter="priority",
+                value=priority,
+            )
 
     def _ask_logits_processors(self, params: SamplingParams) -> None:
         for processor in self.logits_processors:
