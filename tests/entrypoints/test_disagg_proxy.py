@@ -255,6 +255,9 @@ def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
     ("url", "words"),
     [
         ("", "names no host"),
+        ("nonsense", "neither a port nor a scheme"),
+        ("127.0.0.1", "neither a port nor a scheme"),
+        ("a/v1", "neither a port nor a scheme"),
         ("http://", "names no host"),
         (":8000", "names no host"),
         ("ftp://a:1", "scheme 'ftp'"),

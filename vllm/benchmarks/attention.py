@@ -16,7 +16,7 @@ import torch
 from tqdm.auto import tqdm
 
 from vllm.benchmarks import latent_attention
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.utils.math_utils import cdiv
 from vllm.utils.mem_constants import MiB_bytes
 from vllm.v1.attention.ops import cpu_kernels
@@ -149,6 +149,12 @@ def measurable(name: str) -> KVFormat:
     return fmt
 
 
+def try_out(name: str, shape: Shape) -> None:
+    """Reads one block. ValueError for a format or sizes that no kernel takes."""
+    tokens = shape.block_size
+    Caches.fill(name, shape, tokens, 1).attention(shape, 1, tokens)()
+
+
 def decode_of(name: str, shape: Shape, context: int, cache_bytes: int) -> Caches:
     """Caches of as many requests as fit; at least one."""
     packing = measurable(name).packing(
@@ -216,16 +222,28 @@ def measure_prefill(
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     add = parser.add_argument
     add("--formats", nargs="+", default=list(FORMATS), help="KV formats")
-    add("--contexts", nargs="+", type=int, default=list(CONTEXTS), help="tokens")
-    add("--num-kv-heads", type=int, default=8, help="KV heads")
-    add("--group-size", type=int, default=4, help="query heads per KV head")
-    add("--head-size", type=int, default=128, help="elements of a head")
-    add("--block-size", type=int, default=64, help="tokens of a block")
-    add("--prefill-tokens", type=int, default=512, help="new tokens; 0: no prefill")
-    add("--cache-mib", type=int, default=256, help="bytes of the decoded caches, MiB")
-    add("--repetitions", type=int, default=9, help="counted calls")
+    add(
+        "--contexts", nargs="+", type=at_least(1), default=list(CONTEXTS), help="tokens"
+    )
+    add("--num-kv-heads", type=at_least(1), default=8, help="KV heads")
+    add("--group-size", type=at_least(1), default=4, help="query heads per KV head")
+    add("--head-size", type=at_least(1), default=128, help="elements of a head")
+    add("--block-size", type=at_least(1), default=64, help="tokens of a block")
+    add(
+        "--prefill-tokens",
+        type=at_least(0),
+        default=512,
+        help="new tokens; 0: no prefill",
+    )
+    add(
+        "--cache-mib",
+        type=at_least(1),
+        default=256,
+        help="bytes of the decoded caches, MiB",
+    )
+    add("--repetitions", type=at_least(1), default=9, help="counted calls")
     add("--mla", action="store_true", help="one latent per token instead of K and V")
-    add("--mla-heads", type=int, default=16, help="query heads of a latent")
+    add("--mla-heads", type=at_least(1), default=16, help="query heads of a latent")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -242,6 +260,8 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
     )
     torch.manual_seed(0)
+    for name in args.formats:
+        try_out(name, shape)
     decodes, prefills = [], []
     cases = [(name, context) for name in args.formats for context in args.contexts]
     size = args.cache_mib * MiB_bytes

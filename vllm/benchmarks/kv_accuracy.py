@@ -22,9 +22,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.utils.mem_constants import MiB_bytes
 from vllm.v1.kv_formats import all_formats
+from vllm.v1.kv_formats.mode import CACHE_DTYPES
 
 # Real English on every machine: Python's own help topics.
 _TEXT_MODULE = "pydoc_data.topics"
@@ -150,8 +151,16 @@ def measure(
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="model to measure")
-    parser.add_argument("--num-tokens", type=int, default=2000, help="tokens of text")
-    parser.add_argument("--formats", nargs="+", default=None, help="default: all")
+    parser.add_argument(
+        "--num-tokens", type=at_least(2), default=2000, help="tokens of text"
+    )
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=CACHE_DTYPES,
+        default=None,
+        help="KV formats; default: all",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     EngineArgs.add_cli_args(parser)
 

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.argparse_utils import at_least
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_hash import get_request_block_hasher, init_none_hash
@@ -243,13 +244,23 @@ def sampled_by(step: SchedulerOutput) -> ModelRunnerOutput:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--block-size", type=int, default=16, help="tokens of a block")
+    add("--block-size", type=at_least(1), default=16, help="tokens of a block")
     add("--hash-algo", default="sha256", help="as --prefix-caching-hash-algo")
-    add("--hash-tokens", type=int, default=8192, help="tokens of the hashed prompt")
-    add("--prompt-tokens", type=int, default=8000, help="tokens of the cached prompt")
-    add("--requests", type=int, default=256, help="running requests")
-    add("--steps", type=int, default=64, help="steps of one repetition")
-    add("--repetitions", type=int, default=7, help="the best one counts")
+    add(
+        "--hash-tokens",
+        type=at_least(1),
+        default=8192,
+        help="tokens of the hashed prompt",
+    )
+    add(
+        "--prompt-tokens",
+        type=at_least(1),
+        default=8000,
+        help="tokens of the cached prompt",
+    )
+    add("--requests", type=at_least(1), default=256, help="running requests")
+    add("--steps", type=at_least(1), default=64, help="steps of one repetition")
+    add("--repetitions", type=at_least(1), default=7, help="the best one counts")
     add("--json", action="store_true", help="print JSON")
 
 

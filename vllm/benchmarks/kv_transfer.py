@@ -22,7 +22,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.utils.mem_constants import MiB_bytes
 
 # Enough to leave the caches of a CPU.
@@ -37,14 +37,18 @@ _Times = tuple[float, float]
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="model to measure")
-    add("--input-len", type=int, default=4096, help="tokens of a prompt")
-    add("--runs", type=int, default=3, help="prompts, and repetitions of copies")
+    add("--input-len", type=at_least(1), default=4096, help="tokens of a prompt")
+    add(
+        "--runs", type=at_least(1), default=3, help="prompts, and repetitions of copies"
+    )
     add("--folder", default=None, help="where the disk tier is; by default temporary")
     add("--json", action="store_true", help="print JSON")
     EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.folder is not None and not Path(args.folder).is_dir():
+        raise ValueError(f"--folder {args.folder}: expected a folder that exists")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         figures = measure(EngineArgs.from_cli_args(args), args, Path(folder))
     if args.json:

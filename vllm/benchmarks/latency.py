@@ -10,13 +10,13 @@ from vllm.benchmarks.workload import Workload, add_workload_arguments, summary
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     add_workload_arguments(parser, num_prompts=8, input_len=32, output_len=128)
-    parser.add_argument("--runs", type=int, default=10, help="counted runs")
-    parser.add_argument("--warmup", type=int, default=2, help="runs before")
+    parser.add_argument("--runs", type=at_least(1), default=10, help="counted runs")
+    parser.add_argument("--warmup", type=at_least(0), default=2, help="runs before")
     EngineArgs.add_cli_args(parser)
 
 
@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
         output_len=args.output_len,
         prefix_len=args.prefix_len,
     )
-    llm = LLM(**vars(EngineArgs.from_cli_args(args)))
+    engine_args = EngineArgs.from_cli_args(args)
+    load.check_fits(engine_args.create_engine_config().model_config.max_model_len)
+    llm = LLM(**vars(engine_args))
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=load.output_len)
     prompts = load.prompts(llm.model_config.get_vocab_size())
     seconds = []

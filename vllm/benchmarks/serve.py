@@ -10,7 +10,8 @@ import httpx
 from tqdm.asyncio import tqdm
 
 from vllm.benchmarks.workload import Workload, summary
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.entrypoints.disagg.server_url import server_url
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 
 
 @dataclass
@@ -27,12 +28,22 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000", help="server")
     add("--model", default=None, help="model; default: the first that is served")
-    add("--num-prompts", type=int, default=64, help="requests")
-    add("--input-len", type=int, default=128, help="tokens of a prompt")
-    add("--output-len", type=int, default=64, help="tokens to generate")
-    add("--prefix-len", type=int, default=0, help="tokens that all prompts share")
-    add("--concurrency", type=int, default=16, help="requests at once")
-    add("--vocab-size", type=int, default=30_000, help="token ids are below this")
+    add("--num-prompts", type=at_least(1), default=64, help="requests")
+    add("--input-len", type=at_least(1), default=128, help="tokens of a prompt")
+    add("--output-len", type=at_least(1), default=64, help="tokens to generate")
+    add(
+        "--prefix-len",
+        type=at_least(0),
+        default=0,
+        help="tokens that all prompts share",
+    )
+    add("--concurrency", type=at_least(1), default=16, help="requests at once")
+    add(
+        "--vocab-size",
+        type=at_least(1),
+        default=30_000,
+        help="token ids are below this",
+    )
     add("--json", action="store_true", help="print JSON")
 
 
@@ -54,12 +65,30 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         output_len=args.output_len,
         prefix_len=args.prefix_len,
     )
+    url = server_url(args.url, "--url")
+    try:
+        timings, seconds = await _all_requests(url, args, load)
+    except httpx.HTTPError as error:
+        raise ValueError(
+            f"no answer from --url {url} ({str(error) or type(error).__name__}): start "
+            "a server there with `vllm serve`, or give the URL of one that runs"
+        ) from None
+    return {
+        "requests_per_s": len(timings) / seconds,
+        "output_tokens_per_s": sum(t.tokens for t in timings) / seconds,
+        "time_to_first_token_s": summary([t.first for t in timings]),
+        "inter_token_latency_s": summary([g for t in timings for g in t.gaps]),
+        "request_latency_s": summary([t.total for t in timings]),
+    }
+
+
+async def _all_requests(
+    url: str, args: argparse.Namespace, load: Workload
+) -> tuple[list[Timing], float]:
+    """The timings of all requests, and the seconds from the first to the last."""
     gate = asyncio.Semaphore(args.concurrency)
-    async with httpx.AsyncClient(base_url=args.url, timeout=None) as client:
-        model = args.model
-        if model is None:
-            models = (await client.get("/v1/models")).json()
-            model = models["data"][0]["id"]
+    async with httpx.AsyncClient(base_url=url, timeout=None) as client:
+        model = args.model or await _first_model(client, url)
 
         async def one(ids: list[int]) -> Timing:
             async with gate:
@@ -68,14 +97,20 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         start = time.perf_counter()
         prompts = load.prompts(args.vocab_size)
         timings = await tqdm.gather(*(one(p["prompt_token_ids"]) for p in prompts))
-        seconds = time.perf_counter() - start
-    return {
-        "requests_per_s": len(timings) / seconds,
-        "output_tokens_per_s": sum(t.tokens for t in timings) / seconds,
-        "time_to_first_token_s": summary([t.first for t in timings]),
-        "inter_token_latency_s": summary([g for t in timings for g in t.gaps]),
-        "request_latency_s": summary([t.total for t in timings]),
-    }
+        return timings, time.perf_counter() - start
+
+
+async def _first_model(client: httpx.AsyncClient, url: str) -> str:
+    """The first model that is served. ValueError where no such server answers."""
+    response = await client.get("/v1/models")
+    try:
+        return response.json()["data"][0]["id"]
+    except (ValueError, LookupError, TypeError):
+        raise ValueError(
+            f"--url {url} answers /v1/models with status {response.status_code} and no "
+            "list of models: expected a server of `vllm serve`; give --model where it "
+            "lists none"
+        ) from None
 
 
 async def _request(

@@ -10,15 +10,18 @@ import time
 from tqdm.auto import tqdm
 
 from vllm.benchmarks.workload import summary
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
+from vllm.v1.kv_formats.mode import CACHE_DTYPES
 
 _CODE = "import sys; from vllm import LLM; LLM(sys.argv[1], kv_cache_dtype=sys.argv[2])"
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="model to load")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="KV format")
-    parser.add_argument("--runs", type=int, default=5, help="counted runs")
+    parser.add_argument(
+        "--kv-cache-dtype", choices=CACHE_DTYPES, default="auto", help="KV format"
+    )
+    parser.add_argument("--runs", type=at_least(1), default=5, help="counted runs")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -27,7 +30,10 @@ def run(args: argparse.Namespace) -> int:
     for _ in tqdm(range(args.runs), desc="starts"):
         start, cpu_start = time.perf_counter(), _cpu_seconds_of_children()
         command = [sys.executable, "-c", _CODE, args.model, args.kv_cache_dtype]
-        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            why = (done.stderr.splitlines() or ["it said nothing"])[-1]
+            raise ValueError(f"no engine of {args.model} is ready: {why}")
         seconds.append(time.perf_counter() - start)
         cpu_seconds.append(_cpu_seconds_of_children() - cpu_start)
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss

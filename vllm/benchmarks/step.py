@@ -16,7 +16,7 @@ from vllm.benchmarks.workload import Workload, summary
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.utils.huge_pages import HugePages
 from vllm.v1.attention.ops import cpu_kernels
 
@@ -26,27 +26,49 @@ Times = dict[str, list[tuple[float, float]]]
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="model to measure")
-    add("--batches", type=int, nargs="+", default=[1, 8, 32], help="batch sizes")
-    add("--context", type=int, default=256, help="tokens in the cache of a request")
-    add("--steps", type=int, default=32, help="steps that are measured")
+    add(
+        "--batches", type=at_least(1), nargs="+", default=[1, 8, 32], help="batch sizes"
+    )
+    add(
+        "--context",
+        type=at_least(1),
+        default=256,
+        help="tokens in the cache of a request",
+    )
+    add("--steps", type=at_least(1), default=32, help="steps that are measured")
     add("--json", action="store_true", help="print JSON")
     EngineArgs.add_cli_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    llm = LLM(**vars(EngineArgs.from_cli_args(args)))
+    # The measured steps have `context` tokens in the middle of them.
+    input_len = args.context - args.steps // 2
+    if input_len < 1:
+        raise ValueError(
+            f"--context {args.context} is too short for --steps {args.steps}: expected "
+            f"at least {args.steps // 2 + 1}, or fewer steps"
+        )
+    engine_args = EngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config()
+    most = config.scheduler_config.max_num_seqs
+    if max(args.batches) > most:
+        raise ValueError(
+            f"--batches {max(args.batches)}: expected at most --max-num-seqs {most}"
+        )
+    loads = [
+        Workload(num_prompts=batch, input_len=input_len, output_len=args.steps + 1)
+        for batch in args.batches
+    ]
+    for load in loads:
+        load.check_fits(config.model_config.max_model_len)
+    llm = LLM(**vars(engine_args))
     (worker,) = llm.collective_rpc(lambda worker: worker)
     runner = worker.model_runner
     weights = torch.zeros(_weight_bytes(runner.model), dtype=torch.uint8)
     found = []
-    for batch in args.batches:
-        load = Workload(
-            num_prompts=batch,
-            input_len=args.context - args.steps // 2,
-            output_len=args.steps + 1,
-        )
-        figures = _measure(llm, runner, load, batch, weights)
-        found.append({"batch": batch, "context": args.context, **figures})
+    for load in loads:
+        figures = _measure(llm, runner, load, load.num_prompts, weights)
+        found.append({"batch": load.num_prompts, "context": args.context, **figures})
         if not args.json:
             print(_line(found[-1]), flush=True)
     if args.json:

@@ -24,7 +24,8 @@ from vllm.benchmarks.workload import NAMED, Workload, add_workload_arguments, su
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
+from vllm.v1.kv_formats.mode import CACHE_DTYPES
 
 _COLUMNS = (
     ("workload", "9"),
@@ -61,11 +62,17 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
         default=None,
         help=f"named workloads instead of the lengths above ({named})",
     )
-    add("--formats", nargs="+", default=None, help="default: --kv-cache-dtype")
-    add("--runs", type=int, default=3, help="counted runs")
+    add(
+        "--formats",
+        nargs="+",
+        choices=CACHE_DTYPES,
+        default=None,
+        help="KV formats; default: --kv-cache-dtype",
+    )
+    add("--runs", type=at_least(1), default=3, help="counted runs")
     add(
         "--compare",
-        type=int,
+        type=at_least(0),
         default=2,
         help="requests whose output is compared with the eager engine's; 0: none",
     )
@@ -74,11 +81,16 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    loads, engines = _workloads(args), _engines(args)
+    for engine_args in engines:
+        config = engine_args.create_engine_config()
+        for load in loads.values():
+            load.check_fits(config.model_config.max_model_len)
+    if args.chart and not Path(args.chart).absolute().parent.is_dir():
+        raise ValueError(f"--chart {args.chart}: expected a file in a folder there is")
     rows = []
-    formats = args.formats or [args.kv_cache_dtype]
-    for name in tqdm(formats, desc="formats", disable=len(formats) == 1):
-        engine_args = replace(EngineArgs.from_cli_args(args), kv_cache_dtype=name)
-        for workloads in _by_pool(_workloads(args)):
+    for engine_args in tqdm(engines, desc="formats", disable=len(engines) == 1):
+        for workloads in _by_pool(loads):
             rows += in_fresh_process(
                 Job(
                     engine_args=engine_args,
@@ -108,6 +120,13 @@ def chart_of(rows: Sequence[dict[str, Any]]) -> str:
         bars = groups.setdefault(f"{row['workload']}: {kind} tokens/s", {})
         bars[row["kv_cache_dtype"]] = row[f"{kind}_tokens_per_s"]
     return bar_chart("vllm bench throughput", groups)
+
+
+def _engines(args: argparse.Namespace) -> list[EngineArgs]:
+    """An engine for each format."""
+    engine_args = EngineArgs.from_cli_args(args)
+    formats = args.formats or [args.kv_cache_dtype]
+    return [replace(engine_args, kv_cache_dtype=name) for name in formats]
 
 
 def _workloads(args: argparse.Namespace) -> dict[str, Workload]:

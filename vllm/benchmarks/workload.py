@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.inputs import TokensPrompt
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.utils.mem_constants import MiB_bytes
 
 # Ordinary tokens only: the first ids of most vocabularies are control tokens.
@@ -24,6 +24,25 @@ class Workload:
     # Memory of the KV cache that the workload is about; None: what was asked for.
     pool_bytes: int | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prefix_len > self.input_len:
+            raise ValueError(
+                f"--prefix-len {self.prefix_len} is above --input-len "
+                f"{self.input_len}: expected a part of the prompt, or all of it"
+            )
+
+    def check_fits(self, max_model_len: int) -> None:
+        """Raises ValueError where a request is longer than a sequence may be.
+
+        A limit of -1 is not known before the KV cache is.
+        """
+        longest = self.input_len + self.output_len
+        if 0 < max_model_len < longest:
+            raise ValueError(
+                f"{self}: requests of {longest} tokens are longer than --max-model-len "
+                f"{max_model_len}: lower --input-len or --output-len"
+            )
 
     def __str__(self) -> str:
         shared = f", {self.prefix_len} of them shared" if self.prefix_len else ""
@@ -64,10 +83,15 @@ def add_workload_arguments(
 ) -> None:
     add = parser.add_argument
     add("--model", default="smollm2-135m", help="model to measure")
-    add("--num-prompts", type=int, default=num_prompts, help="requests")
-    add("--input-len", type=int, default=input_len, help="tokens of a prompt")
-    add("--output-len", type=int, default=output_len, help="tokens to generate")
-    add("--prefix-len", type=int, default=0, help="tokens that all prompts share")
+    add("--num-prompts", type=at_least(1), default=num_prompts, help="requests")
+    add("--input-len", type=at_least(1), default=input_len, help="tokens of a prompt")
+    add("--output-len", type=at_least(1), default=output_len, help="tokens to generate")
+    add(
+        "--prefix-len",
+        type=at_least(0),
+        default=0,
+        help="tokens that all prompts share",
+    )
     add("--json", action="store_true", help="print JSON")
 
 

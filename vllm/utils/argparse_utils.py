@@ -1,13 +1,58 @@
-"""An argument parser: dashes or underscores, dotted JSON keys, YAML files."""
+"""An argument parser: dashes or underscores, dotted JSON keys, YAML files.
+
+Knows how words become numbers, and how a refusal is said: in one line. Refuses to know
+what an option is for.
+"""
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
+
+# A value, never the name of an option: "-1", "-.5", "-1GiB", "-inf".
+_NEGATIVE = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+
+
+def whole_number(text: str) -> int:
+    """Parses what `type=int` stands for."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a whole number without a unit, for example 4096"
+        ) from None
+
+
+def number(text: str) -> float:
+    """Parses what `type=float` stands for."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected a number without a unit, for example 0.5"
+        ) from None
+
+
+def at_least(least: int, step: int = 1) -> Callable[[str], int]:
+    """What argparse takes for a number of at least `least`, in steps of `step`."""
+    kind = "an even number" if step == 2 else "a whole number"
+
+    def read(text: str) -> int:
+        digits = text.strip()
+        if not (digits.isascii() and digits.isdecimal()):
+            digits = "-1"
+        if int(digits) < least or int(digits) % step:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected {kind} of at least {least}"
+            )
+        return int(digits)
+
+    return read
 
 
 def json_value(text: str) -> Any:
@@ -27,7 +72,22 @@ def _scalar(text: str) -> Any:
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
     """`--max_model_len` equals `--max-model-len`; `--x.a.b 1` equals `--x '{"a": …}'`;
-    `--config file.yaml` supplies defaults that the command line overrides."""
+    `--config file.yaml` supplies defaults that the command line overrides. What is
+    refused is refused in one line, by the command that was given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Negative amounts reach the type of their option, which names them.
+        self._negative_number_matcher = _NEGATIVE
+        self.register("type", int, whole_number)
+        self.register("type", float, number)
+
+    def error(self, message: str) -> NoReturn:
+        line = " ".join(part.strip() for part in message.splitlines())
+        self.exit(2, f"{self.prog}: error: {line} (see {self.prog} --help)\n")
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        return super().add_subparsers(**{"parser_class": _Subcommand, **kwargs})
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -110,3 +170,15 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         for option, tree in nested.items():
             plain += [option, json.dumps(tree)]
         return plain
+
+
+class _Subcommand(FlexibleArgumentParser):
+    """Takes all words that follow its name, so it is the one to refuse them."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return known, rest

@@ -36,10 +36,28 @@ def resolve_setting(setting: str, path: str) -> Any:
     try:
         return resolve(path) if ":" in path else resolve_qualname(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{setting} {path!r} cannot be loaded: {error}; expected the path of "
-            "a class that Python finds, as 'package.module.Name'"
-        ) from error
+        raise _not_loaded(setting, path, error) from error
+
+
+def find_setting(setting: str, path: str) -> None:
+    """Says whether the module that a setting names is there, without loading it.
+
+    Raises ValueError as `resolve_setting` does; a missing name is left to that one.
+    """
+    module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
+    try:
+        found = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise _not_loaded(setting, path, error) from error
+    if found is None:
+        raise _not_loaded(setting, path, f"No module named {module!r}")
+
+
+def _not_loaded(setting: str, path: str, why: object) -> ValueError:
+    return ValueError(
+        f"{setting} {path!r} cannot be loaded: {why}; expected the path of "
+        "a class that Python finds, as 'package.module.Name'"
+    )
 
 
 def has_module(name: str) -> bool:

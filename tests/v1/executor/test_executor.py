@@ -1,12 +1,16 @@
 """One process serves a model; what is not there is refused by name."""
 
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
 
 from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig
+from vllm.utils.import_utils import find_setting
 from vllm.v1.engine.core import scheduler_class
+from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.engine.core_launch import CoreProcess
 from vllm.v1.executor import Executor, UniProcExecutor
 from vllm.v1.sample.logits_processor import load_custom_logitsprocs
 
@@ -90,6 +94,35 @@ def test_paths_that_lead_nowhere_are_refused_by_setting_and_path(setting, path):
     wanted = re.escape(f"{setting} {path!r} cannot be loaded")
     with pytest.raises(ValueError, match=wanted):
         LOADED_BY_PATH[setting](path)
+
+
+SETTINGS: dict[str, Callable[[str], VllmConfig]] = {
+    "distributed_executor_backend": lambda path: config(
+        distributed_executor_backend=path
+    ),
+    "worker_cls": lambda path: config(worker_cls=path),
+    "scheduler_cls": lambda path: VllmConfig(
+        scheduler_config=SchedulerConfig(scheduler_cls=path)
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_process_is_started_for_a_path_that_leads_nowhere(setting, monkeypatch):
+    def start(*_):
+        raise AssertionError("a core is started")
+
+    monkeypatch.setattr(CoreProcess, "start", start)
+    for path in ("nosuch.Thing", "vllm.nosuch.Thing"):
+        wanted = re.escape(f"{setting} {path!r} cannot be loaded: No module named")
+        with pytest.raises(ValueError, match=wanted):
+            SyncMPClient(SETTINGS[setting](path), None, False)
+
+
+def test_a_worker_is_looked_for_and_not_loaded(monkeypatch):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    find_setting("worker_cls", "this.Thing")
+    assert "this" not in sys.modules
 
 
 def test_classes_that_are_no_schedulers_are_refused():

@@ -5,8 +5,10 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from typing import Any
 
+from vllm.entrypoints.disagg.server_url import server_url
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 
@@ -21,7 +23,7 @@ class Client:
     """A server's URL with the headers and the model that its requests carry."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.url = args.url.rstrip("/")
+        self.url = server_url(args.url, "--url") + "/v1"
         self.headers = {"Content-Type": "application/json"}
         if args.api_key:
             self.headers["Authorization"] = f"Bearer {args.api_key}"
@@ -36,10 +38,11 @@ class Client:
             raise ValueError(
                 f"{error.code} from {self.url}{path}: {error.read()!r}"
             ) from None
-        except urllib.error.URLError as error:
+        except (OSError, HTTPException) as error:
+            why = getattr(error, "reason", error)
             raise ValueError(
-                f"no server at {self.url} ({error.reason}): start one with `vllm "
-                "serve` or give --url"
+                f"no server at {self.url} ({why}): start one with `vllm serve` or give "
+                "--url"
             ) from None
 
     def _get(self, path: str) -> Any:

@@ -3,12 +3,14 @@
 import argparse
 
 from vllm.entrypoints.cli.client import Client, add_client_arguments
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
     add_client_arguments(parser)
-    parser.add_argument("--max-tokens", type=int, default=64, help="tokens to add")
+    parser.add_argument(
+        "--max-tokens", type=at_least(1), default=64, help="tokens to add"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ Knows addresses. Refuses to know whether anybody answers there: servers may star
 import re
 from urllib.parse import SplitResult, urlsplit
 
-_EXPECTED = "expected HOST:PORT, http://HOST:PORT or https://HOST[:PORT]"
+_EXPECTED = "expected HOST:PORT, http://HOST[:PORT] or https://HOST[:PORT]"
 _SCHEMES = ("http", "https")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
 _IPV6 = re.compile(r"[0-9a-fA-F:.]*:[0-9a-fA-F:.%]*")
@@ -22,6 +22,8 @@ def server_url(text: str, option: str) -> str:
     try:
         parts = urlsplit(whole)
         fault = _fault_in(parts, whole)
+        if not fault and parts.port is None and "://" not in text:
+            fault = "it names neither a port nor a scheme"
     except ValueError as error:  # brackets and ports that are none
         fault = str(error)
     if fault:

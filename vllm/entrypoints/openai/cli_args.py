@@ -3,7 +3,7 @@
 import argparse
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser, json_value
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least, json_value
 
 
 def add_server_args(parser: FlexibleArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
     add("--ssl-ca-certs", default=None, help="TLS authorities")
     add(
         "--shutdown-timeout",
-        type=int,
+        type=at_least(0),
         default=5,
         help="seconds that running requests have to end when the server is stopped",
     )

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.logger import init_logger
 from vllm.utils.gc_utils import collector_paused
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.utils.import_utils import resolve_setting
+from vllm.utils.import_utils import find_setting, resolve_setting
 from vllm.utils.mem_utils import format_bytes
 from vllm.utils.text_utils import shorten
 from vllm.v1.core.kv_cache_report import kv_plan
@@ -36,6 +36,7 @@ from vllm.v1.engine import (
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.sample.logits_processor import load_custom_logitsprocs
 from vllm.v1.structured_output import StructuredOutputManager
 
 logger = init_logger(__name__)
@@ -316,6 +317,19 @@ def scheduler_class(vllm_config: VllmConfig) -> type:
             f"{SchedulerInterface.__module__}.SchedulerInterface"
         )
     return found
+
+
+def check_classes(vllm_config: VllmConfig, executor_class: type | None) -> None:
+    """Raises ValueError for a path that leads to no class, in the front-end's process:
+    before a core is started. Workers are heavy: only their module is looked for."""
+    if executor_class is None:
+        Executor.get_class(vllm_config)
+    scheduler_class(vllm_config)
+    worker = vllm_config.parallel_config.worker_cls
+    if worker != "auto":
+        find_setting("worker_cls", worker)
+    if vllm_config.model_config is not None:
+        load_custom_logitsprocs(vllm_config.model_config.logits_processors)
 
 
 def _begin_auto_fit(vllm_config: VllmConfig) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.engine import (
     EngineCoreRequestType,
     UtilityOutput,
 )
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, check_classes
 from vllm.v1.engine.core_launch import CoreProcess
 from vllm.v1.engine.core_proc import DEAD, UtilityCall
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -108,6 +108,7 @@ class MPClient(EngineCoreClient):
     def __init__(
         self, vllm_config: VllmConfig, executor_class: type | None, log_stats: bool
     ) -> None:
+        check_classes(vllm_config, executor_class)
         self.vllm_config = vllm_config
         self.dead_reason: str | None = None
         self.is_closed = False

@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 
 import torch
 
+from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.v1.kv_formats.base import KVFormat
 from vllm.v1.kv_formats.picture import example_sizes, field_table
 from vllm.v1.kv_formats.registry import all_formats, by_id, model_formats
@@ -13,44 +13,25 @@ from vllm.v1.kv_formats.registry import all_formats, by_id, model_formats
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def _count(least: int, step: int = 1) -> Callable[[str], int]:
-    """What argparse takes for a number that is not below `least`, in steps of `step`.
-
-    Head sizes are even: rotary position embeddings turn pairs of elements.
-    """
-    kind = "an even number" if step == 2 else "a whole number"
-
-    def read(text: str) -> int:
-        number = text.strip()
-        if not (number.isascii() and number.isdecimal()):
-            number = "-1"
-        if int(number) < least or int(number) % step:
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: expected {kind} of at least {least}"
-            )
-        return int(number)
-
-    return read
-
-
 def _parser() -> argparse.ArgumentParser:
     names = ", ".join(fmt.name for fmt in (*all_formats(), *model_formats()))
-    parser = argparse.ArgumentParser(
+    parser = FlexibleArgumentParser(
         prog="python -m vllm.v1.kv_formats",
         description="Print what one cached state of a format looks like.",
     )
     parser.add_argument("name", help=f"NAME or NAME:ARRANGEMENT, where NAME is {names}")
+    # Head sizes are even: rotary position embeddings turn pairs of elements.
     parser.add_argument(
-        "--head-size", type=_count(2, 2), help="elements of a key (128)"
+        "--head-size", type=at_least(2, 2), help="elements of a key (128)"
     )
     parser.add_argument(
         "--head-size-v",
-        type=_count(0, 2),
+        type=at_least(0, 2),
         help="elements of a value; 0 for an MLA latent",
     )
-    parser.add_argument("--kv-heads", type=_count(1), default=1)
+    parser.add_argument("--kv-heads", type=at_least(1), default=1)
     parser.add_argument(
-        "--block-size", type=_count(1), default=16, help="tokens per page"
+        "--block-size", type=at_least(1), default=16, help="tokens per page"
     )
     parser.add_argument(
         "--dtype", choices=_DTYPES, default=_DTYPES[0], help="dtype of the model"
