@@ -1,6 +1,7 @@
 """A JSON schema is followed to the letter or refused by keyword and path."""
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -205,10 +206,9 @@ def test_schemas_inside_structural_tags_are_checked() -> None:
             parse(StructuredOutputsParams(structural_tag=json.dumps(tag)))
 
 
-@pytest.fixture(scope="module")
-def backend(compiler: xgr.GrammarCompiler) -> XgrammarBackend:
+def backend_of(info: xgr.TokenizerInfo) -> XgrammarBackend:
     built = object.__new__(XgrammarBackend)
-    built._compiler, built._vocab_size = compiler, Bytes.info.vocab_size
+    built._compiler, built._vocab_size = xgr.GrammarCompiler(info), info.vocab_size
     return built
 
 
@@ -223,14 +223,31 @@ def backend(compiler: xgr.GrammarCompiler) -> XgrammarBackend:
     ids=str,
 )
 def test_a_grammar_without_any_text_is_refused(
-    backend: XgrammarBackend, form: dict[str, Any], said: str | None
+    form: dict[str, Any], said: str | None
 ) -> None:
+    backend = backend_of(Bytes.info)
     params = StructuredOutputsParams(**form)
     if said is None:
         backend.compile(params, 256)
         return
     with pytest.raises(VLLMValidationError, match=said):
         backend.compile(params, 256)
+
+
+def test_a_grammar_that_would_hold_up_the_steps_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Tokens of several letters: there are many ways through the grammar for each.
+    words = [bytes(word) for n in (1, 2, 4) for word in product(b"abcd", repeat=n)]
+    info = xgr.TokenizerInfo([*words, b"<end>"], stop_token_ids=[len(words)])
+    backend = backend_of(info)
+    nested = StructuredOutputsParams(regex="((a|b|[a-z]{0,50}){0,40}c?){0,40}d")
+    plain = StructuredOutputsParams(regex="[a-z]{0,50}d")
+    limit = "vllm.v1.structured_output.backend_xgrammar._MAX_SECONDS_PER_TOKEN"
+    monkeypatch.setattr(limit, 0.01)
+    backend.compile(plain, 256)
+    with pytest.raises(VLLMValidationError, match="nest fewer"):
+        backend.compile(nested, 256)
 
 
 def test_messages_hold_no_source_of_the_library() -> None:
