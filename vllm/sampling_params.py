@@ -35,7 +35,7 @@ class RequestOutputKind(Enum):
 @dataclass
 class StructuredOutputsParams:
     """The form that the output must have: one of json, regex, choice, grammar,
-    json_object and structural_tag."""
+    json_object and structural_tag. json_object=False asks for nothing."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -48,14 +48,16 @@ class StructuredOutputsParams:
     structural_tag: str | None = None
     _backend: str | None = dc_field(default=None, init=False)
     _backend_was_auto: bool = dc_field(default=False, init=False)
+    # The field of the request that asked, which errors name.
+    _parameter: str = dc_field(default="structured_outputs", init=False)
 
     def __post_init__(self) -> None:
         forms = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-        given = [name for name in forms if getattr(self, name) is not None]
+        given = [name for name in forms if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise VLLMValidationError(
                 f"structured_outputs takes exactly one of {', '.join(forms)}, got "
-                f"{given or 'none'}",
+                f"{' and '.join(given) or 'none'}",
                 parameter="structured_outputs",
             )
 

@@ -57,6 +57,17 @@ REFUSED: list[dict[str, Any]] = [
     {"structured_outputs": {"choice": "yes"}},
     {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
     {"guided_regex": "a"},
+    {"structured_outputs": {"json": "{"}},
+    {"structured_outputs": {"json": {"type": "string", "minLength": -5}}},
+    {"structured_outputs": {"json_object": False}},
+    {"structured_outputs": {"grammar": "root ::= root"}},
+    {"response_format": {"type": "json_object", "schema": 5}},
+    {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"schema": {"not": {}}},
+        }
+    },
 ]
 
 
@@ -70,3 +81,16 @@ def test_a_form_that_cannot_be_kept_is_refused(
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] in body and error["param"].split("_")[0] in error["message"]
+    for leaked in ("Value error", "Check failed", ".cc:", "outputs.:"):
+        assert leaked not in error["message"]
+
+
+def test_a_form_that_is_switched_off_is_not_one_of_two(client: OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL,
+        prompt="Is the sky blue? ",
+        extra_body={
+            "structured_outputs": {"choice": ["yes", "no"], "json_object": False}
+        },
+    )
+    assert answer.choices[0].text in {"yes", "no"}

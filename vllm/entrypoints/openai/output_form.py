@@ -2,6 +2,7 @@
 `structured_outputs`, as parameters of the sampler."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -11,7 +12,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.text_utils import short_repr
 
-_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+# The members of each type of response_format; of a tag they are the library's matter.
+_FORMATS: dict[str, tuple[str, ...] | None] = {
+    "text": ("type",),
+    "json_object": ("type",),
+    "json_schema": ("type", "json_schema"),
+    "structural_tag": None,
+}
+_JSON_SCHEMA = ("name", "description", "schema", "strict")
 _FIELDS = [field.name for field in fields(StructuredOutputsParams) if field.init]
 
 
@@ -28,46 +36,63 @@ def structured_outputs(
             "structured_outputs and response_format each ask for a form: give one",
             parameter="structured_outputs",
         )
-    unknown = sorted(set(given) - set(_FIELDS))
-    if unknown:
-        raise VLLMValidationError(
-            f"structured_outputs has no field {short_repr(unknown[0])}: expected one "
-            f"of {', '.join(_FIELDS)}",
-            parameter="structured_outputs",
-        )
+    _refuse_unknown("structured_outputs", given, _FIELDS)
     return _build(given, "structured_outputs")
 
 
-def _of_response_format(wanted: dict[str, Any] | None) -> dict[str, Any]:
-    kind = "text" if wanted is None else wanted.get("type")
-    if wanted is None or kind == "text":
-        return {}
-    if kind == "json_object":
-        return {"json_object": True}
-    if kind == "json_schema":
-        schema = wanted.get("json_schema")
-        if isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
-            return {"json": schema["schema"]}
+def _refuse_unknown(name: str, given: dict[str, Any], known: Sequence[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
         raise VLLMValidationError(
-            "response_format.json_schema.schema must be a JSON schema, got "
-            f"{short_repr(schema)}",
+            f"{name} has no field {short_repr(unknown[0])}: expected one of "
+            f"{', '.join(known)}",
+            parameter=name.split(".")[0],
+        )
+
+
+def _of_response_format(wanted: dict[str, Any] | None) -> dict[str, Any]:
+    if wanted is None:
+        return {}
+    kind = wanted.get("type")
+    if not isinstance(kind, str) or kind not in _FORMATS:
+        raise VLLMValidationError(
+            f"response_format type {short_repr(kind)} is unknown: expected one of "
+            f"{', '.join(_FORMATS)}",
             parameter="response_format",
         )
-    if kind == "structural_tag":
+    known = _FORMATS[kind]
+    if known is None:
         return {"structural_tag": json.dumps(wanted)}
+    _refuse_unknown("response_format", wanted, known)
+    if kind == "json_object":
+        return {"json_object": True}
+    return {"json": _schema(wanted)} if kind == "json_schema" else {}
+
+
+def _schema(wanted: dict[str, Any]) -> dict[str, Any]:
+    given = wanted.get("json_schema")
+    if isinstance(given, dict):
+        _refuse_unknown("response_format.json_schema", given, _JSON_SCHEMA)
+        if isinstance(given.get("schema"), dict):
+            return given["schema"]
     raise VLLMValidationError(
-        f"response_format type {short_repr(kind)} is unknown: expected one of "
-        f"{', '.join(_FORMATS)}",
+        "response_format.json_schema.schema must be a JSON schema, got "
+        f"{short_repr(given)}",
         parameter="response_format",
     )
 
 
 def _build(values: dict[str, Any], name: str) -> StructuredOutputsParams:
     try:
-        return StructuredOutputsParams(**values)
+        params = StructuredOutputsParams(**values)
     except ValidationError as error:
         first = error.errors()[0]
+        cause = (first.get("ctx") or {}).get("error")
+        if isinstance(cause, VLLMValidationError):
+            raise cause from error
         place = ".".join(str(part) for part in first["loc"][:1])
         raise VLLMValidationError(
             f"{name}.{place}: {first['msg']}", parameter=name
         ) from error
+    params._parameter = name
+    return params

@@ -52,8 +52,9 @@ def check_structured_outputs(
     """Raises VLLMValidationError for a grammar that cannot be followed."""
     if model_config.skip_tokenizer_init:
         raise VLLMValidationError(
-            "structured_outputs needs a tokenizer, which skip_tokenizer_init left out",
-            parameter="structured_outputs",
+            f"{params._parameter} needs a tokenizer, which skip_tokenizer_init left "
+            "out",
+            parameter=params._parameter,
         )
     if params.whitespace_pattern is not None:
         raise VLLMValidationError(

@@ -6,6 +6,8 @@ Knows how StructuredOutputsParams become a grammar. Refuses to know batches and 
 
 import json
 import re
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,11 +19,15 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
 )
+from vllm.v1.structured_output.json_schema import check_regex, check_schema
 
 # Where in the library's source an error arose: "[12:00:00] /a/b.cc:1: ".
-_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")
+_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: (?:Check failed: .* is false:? ?)?")
 _COMPILER_THREADS = 2
 _MAX_WHITESPACE = 32  # characters in a row
+# A grammar is followed in the engine's steps, where all requests wait for it.
+_TRIED_TOKENS = 3
+_MAX_SECONDS_PER_TOKEN = 0.1
 _CACHE_BYTES = 256 << 20  # compiled grammars, the least recently used ones leave
 
 
@@ -48,13 +54,40 @@ class XgrammarBackend(StructuredOutputBackend):
     """Compiles for `tokenizer`, whose ids are the first of `vocab_size` logits."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         info = xgr.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
         self._compiler = xgr.GrammarCompiler(
             info, max_threads=_COMPILER_THREADS, cache_limit_bytes=_CACHE_BYTES
         )
 
     def compile(self, params: Any, stop_token_id: int | None) -> None:
-        self._compiled(params)
+        try:
+            self._try(xgr.GrammarMatcher(self._compiled(params)))
+        except ValueError as error:
+            raise _refusal(params, error) from error
+
+    def _try(self, matcher: xgr.GrammarMatcher) -> None:
+        """Follows a grammar for some tokens. ValueError where it allows none, or where
+        the engine's steps would wait too long for it."""
+        bitmask = xgr.allocate_token_bitmask(1, self._vocab_size)
+        for step in range(_TRIED_TOKENS):
+            started = time.thread_time()
+            bounded = matcher.fill_next_token_bitmask(bitmask, 0)
+            spent = time.thread_time() - started
+            if spent > _MAX_SECONDS_PER_TOKEN:
+                raise ValueError(
+                    f"finding what may follow takes {spent:.2f} s of the processor at "
+                    f"token {step + 1}, expected at most {_MAX_SECONDS_PER_TOKEN} s: "
+                    "nest fewer counted or optional repetitions"
+                )
+            words = bitmask[0].tolist()
+            if not bounded:
+                return
+            if step == 0 and not any(words):
+                raise ValueError("no text, not even an empty one, fits this form")
+            token = _first_token(words, matcher.stop_token_ids)
+            if token is None or not matcher.accept_token(token):
+                return
 
     def grammar(
         self, params: Any, stop_token_id: int | None
@@ -72,22 +105,64 @@ class XgrammarBackend(StructuredOutputBackend):
             raise _refusal(params, error) from error
 
 
+def _first_token(words: list[int], stops: list[int]) -> int | None:
+    """The lowest token of a bitmask, int32 words, that ends no output."""
+    for i, word in enumerate(words):
+        for bit in range(32) if word else ():
+            if word >> bit & 1 and 32 * i + bit not in stops:
+                return 32 * i + bit
+    return None
+
+
 def parse(params: StructuredOutputsParams) -> xgr.Grammar:
     """The grammar that the parameters state. VLLMValidationError for an invalid one."""
     try:
+        _check_enforced(params)
         return _build(xgr.Grammar.from_json_schema, params) or _plain(params)
     except (RuntimeError, TypeError, ValueError) as error:
         raise _refusal(params, error) from error
+
+
+def _check_enforced(params: StructuredOutputsParams) -> None:
+    """ValueError for a form that its grammar would keep only in part."""
+    if params.json is not None:
+        check_schema(_loaded("json", _text(params.json)))
+    if params.regex is not None:
+        check_regex(params.regex)
+    if params.structural_tag is not None:
+        for schema in _schemas_in(_loaded("structural_tag", params.structural_tag)):
+            check_schema(schema)
+
+
+def _text(schema: str | dict[str, Any]) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+def _loaded(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
+
+
+def _schemas_in(tag: Any) -> Iterator[Any]:
+    """The JSON schemas of a structural tag, in its current or its former spelling."""
+    for part in tag.values() if isinstance(tag, dict) else tag:
+        if isinstance(part, (dict, list)):
+            yield from _schemas_in(part)
+    if isinstance(tag, dict) and tag.get("type") == "json_schema":
+        yield tag.get("json_schema", True)
+    elif isinstance(tag, dict) and {"begin", "end", "schema"} <= tag.keys():
+        yield tag["schema"]
 
 
 def _build(from_schema: Any, params: StructuredOutputsParams) -> Any:
     """`from_schema` of the JSON schema that is asked for; None when none is."""
     if params.json is None:
         return None
-    schema = params.json if isinstance(params.json, str) else json.dumps(params.json)
     # Properties beyond the schema's need its "additionalProperties": small models
     # never stop adding some.
-    return from_schema(schema, **_whitespace(params), strict_mode=True)
+    return from_schema(_text(params.json), **_whitespace(params), strict_mode=True)
 
 
 def _whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -98,7 +173,7 @@ def _whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _plain(params: StructuredOutputsParams) -> xgr.Grammar:
-    if params.json_object is not None:
+    if params.json_object:
         # OpenAI's JSON mode promises an object, not any JSON value.
         return xgr.Grammar.from_json_schema(
             json.dumps({"type": "object"}), **_whitespace(params), strict_mode=False
@@ -120,6 +195,5 @@ def _choice_ebnf(choices: list[str]) -> str:
 
 def _refusal(params: StructuredOutputsParams, error: Exception) -> VLLMValidationError:
     text = _PLACE.sub("", " ".join(str(error).split()))[:400]
-    return VLLMValidationError(
-        f"structured_outputs cannot be followed: {text}", parameter="structured_outputs"
-    )
+    name = params._parameter
+    return VLLMValidationError(f"{name} cannot be followed: {text}", parameter=name)
