@@ -105,3 +105,29 @@ def test_an_invalid_form_is_refused(llm: LLM, form: dict[str, Any]) -> None:
         texts(llm, form)
     assert "/project/" not in str(caught.value)
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_form_that_the_core_refuses_is_an_error_and_others_keep_their_output(
+    llm: LLM,
+) -> None:
+    engine = llm.llm_engine
+    no_text = StructuredOutputsParams(grammar="root ::= root")
+    refused = SamplingParams(max_tokens=4, structured_outputs=no_text)
+    plain = SamplingParams(temperature=0.0, max_tokens=4)
+    with pytest.raises(ValueError, match="no text"):
+        llm.generate(PROMPTS, [plain, refused], use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+    wanted = llm.generate(PROMPTS[0], plain, use_tqdm=False)[0].outputs[0].token_ids
+
+    engine.add_request("plain", PROMPTS[0], plain)
+    for name in ("refused", "refused too"):
+        engine.add_request(name, PROMPTS[1], refused)
+    num_refused, found = 0, []
+    while engine.has_unfinished_requests():
+        try:
+            found += [output for output in engine.step() if output.finished]
+        except ValueError:
+            num_refused += 1
+    assert num_refused == 2
+    assert [output.request_id for output in found] == ["plain"]
+    assert list(found[0].outputs[0].token_ids) == list(wanted)

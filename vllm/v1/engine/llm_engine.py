@@ -50,6 +50,8 @@ class LLMEngine:
         )
         self.output_processor = self._front.output_processor
         self.input_processor = self._front.input_processor
+        self._due: list[RequestOutput] = []
+        self._refusals: list[ValueError] = []
         self.logger_manager: StatLoggerManager | None = None
         if log_stats:
             factories = [LoggingStatLogger, PrometheusStatLogger]
@@ -88,7 +90,8 @@ class LLMEngine:
         return self.output_processor.get_num_unfinished_requests()
 
     def has_unfinished_requests(self) -> bool:
-        return self.output_processor.has_unfinished_requests()
+        news = bool(self._due or self._refusals)
+        return news or self.output_processor.has_unfinished_requests()
 
     def add_request(
         self,
@@ -124,9 +127,15 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """One step of the core; the outputs that are due after it. Nothing happens when
-        no request is unfinished."""
-        if not self.has_unfinished_requests():
-            return []
+        no request is unfinished.
+
+        Raises ValueError for each request that the core refused, step by step; outputs
+        that were due then come with the next step.
+        """
+        if self._refusals:
+            raise self._refusals.pop(0)
+        if not self.output_processor.has_unfinished_requests():
+            return self._take_due()
         news = self.engine_core.get_output()
         stats = IterationStats() if self.log_stats else None
         processed = self.output_processor.process_outputs(
@@ -135,7 +144,15 @@ class LLMEngine:
         self.engine_core.abort_requests(processed.reqs_to_abort)
         if self.logger_manager is not None:
             self.logger_manager.record(news.scheduler_stats, stats)
-        return processed.request_outputs
+        self._due += processed.request_outputs
+        self._refusals += processed.refusals
+        if self._refusals:
+            raise self._refusals.pop(0)
+        return self._take_due()
+
+    def _take_due(self) -> list[RequestOutput]:
+        due, self._due = self._due, []
+        return due
 
     def do_log_stats(self) -> None:
         """Prints the statistics of the time since the last call."""

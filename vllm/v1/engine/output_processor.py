@@ -192,10 +192,11 @@ class RequestState:
 
 @dataclass(kw_only=True)
 class OutputProcessorOutput:
-    """`request_outputs` of requests without a queue; `reqs_to_abort`: requests that
-    ended at a stop string, which the core still runs."""
+    """`request_outputs` and `refusals` of requests without a queue; `reqs_to_abort`:
+    requests that ended at a stop string, which the core still runs."""
 
     request_outputs: list[RequestOutput] = field(default_factory=list)
+    refusals: list[VLLMValidationError] = field(default_factory=list)
     reqs_to_abort: list[str] = field(default_factory=list)
 
 
@@ -287,12 +288,14 @@ class OutputProcessor:
         result: OutputProcessorOutput,
     ) -> None:
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        if output.refused and state.queue is not None:
-            state.queue.put(
-                VLLMValidationError(
-                    str(stop_reason), parameter=output.refused_parameter
-                )
+        if output.refused:
+            refusal = VLLMValidationError(
+                str(stop_reason), parameter=output.refused_parameter
             )
+            if state.queue is None:
+                result.refusals.append(refusal)
+            else:
+                state.queue.put(refusal)
             self._forget(state, FinishReason.ERROR, iteration_stats)
             return
         if output.new_prompt_logprobs_tensors is not None:
