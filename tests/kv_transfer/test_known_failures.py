@@ -176,10 +176,10 @@ def test_a_pool_of_less_than_two_requests_makes_progress(
     with engine(folders[kind], offloading(num_cpu_blocks=24), **settings) as llm:
         free = num_free(llm)
         slow_down(llm, rng)
-        found = serve_with_aborts(llm, prompts, rng)
+        found, num_aborted = serve_with_aborts(llm, prompts, rng)
         end_transfers(llm)
         assert num_free(llm) == free
-        assert len(found) > 10
+        assert len(found) == len(prompts) - num_aborted
         for request_id, tokens in found.items():
             assert tokens == expected[int(request_id)]
 
