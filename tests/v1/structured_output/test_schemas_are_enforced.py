@@ -1,11 +1,14 @@
 """A JSON schema is followed to the letter or refused by keyword and path."""
 
 import json
+from datetime import datetime
+from enum import Enum
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import xgrammar as xgr
+from pydantic import BaseModel, ConfigDict, Field
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
@@ -256,3 +259,38 @@ def test_messages_hold_no_source_of_the_library() -> None:
         with pytest.raises(VLLMValidationError) as caught:
             parse(StructuredOutputsParams(**form))
         assert ".cc" not in str(caught.value) and "Check" not in str(caught.value)
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Address(BaseModel):
+    """Where somebody lives."""
+
+    street: str = Field(description="with its number", min_length=1, max_length=40)
+    code: str | None = Field(default=None, examples=["10115"])
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    age: int = Field(ge=0, le=150)
+    share: float = Field(gt=0, lt=1, default=0.5)
+    colour: Colour = Colour.RED
+    kind: Literal["a", "b"] = "a"
+    home: Address
+    former: list[Address] = Field(default_factory=list, max_length=3)
+    work: Address | None = Field(default=None, description="if there is any")
+    counts: dict[str, int] = Field(default_factory=dict)
+    born: datetime
+    mark: int | str = 1
+    plate: str = Field(pattern=r"^[A-Z]{3}$", default="ABC")
+    pair: tuple[int, str] = (1, "a")
+
+
+@pytest.mark.parametrize("model", [Address, Person])
+def test_schemas_of_usual_models_are_taken(model: type[BaseModel]) -> None:
+    json_schema.check_schema(model.model_json_schema())
