@@ -362,7 +362,7 @@ def test_other_pages_than_were_told_of_are_refused_and_nothing_of_them_is_cached
         ({"remote_block_ids": [["a"] * 100_000]}, "expected lists of block ids"),
     ],
 )
-def test_parameters_that_nobody_has_answered_end_the_request(
+def test_parameters_that_nobody_has_answered_are_refused(
     folders: ModelFolders, change: dict[str, Any], text: str
 ) -> None:
     params = {
@@ -377,10 +377,9 @@ def test_parameters_that_nobody_has_answered_end_the_request(
     }
     (prompt,) = random_prompts([20])
     with engine(folders["full"], nixl()) as llm:
-        (output,) = decode(llm, [prompt], [params | change])
-        assert output.outputs[0].finish_reason == "error"
-        assert text in str(output.outputs[0].stop_reason)
-        assert len(str(output.outputs[0].stop_reason)) < 300
+        with pytest.raises(ValueError, match=re.escape(text)) as refused:
+            decode(llm, [prompt], [params | change])
+        assert len(str(refused.value)) < 300
         # Nothing of it is left behind.
         assert len(tokens_of(generate(llm, [prompt]))[0]) == NUM_TOKENS
 
