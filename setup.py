@@ -34,6 +34,7 @@ DEVICES = ("cpu", "cuda")
 # Compiled once for the machine the package is built for: no instruction set assumed.
 COMMON_UNITS = (
     *("exports.cpp", "plan.cpp", "team.cpp", "step.cpp", "route.cpp", "pack.cpp"),
+    "layers.cpp",
 )
 # Compiled once for each instruction set; the library chooses when it is loaded.
 ISA_UNITS = (
@@ -42,7 +43,7 @@ ISA_UNITS = (
     *("packed_turboquant.cpp", "product.cpp"),
     *("latent_fp8.cpp", "latent_per_token_head.cpp", "latent_ds_mla.cpp"),
     *("latent_store.cpp", "experts.cpp", "linear.cpp", "step_ops.cpp"),
-    "head_ops.cpp",
+    *("head_ops.cpp", "screen.cpp"),
 )
 
 COMMON_FLAGS = (

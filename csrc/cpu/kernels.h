@@ -15,6 +15,7 @@ int32_t store_packed(const StoreArgs& args);
 double read_bytes(const void* data, int64_t num_bytes);
 const ExpertsKernel* experts(int32_t dtype);
 const LinearKernel* linear(int32_t dtype);
+const ScreenKernel* screen(int32_t dtype);
 void step_rows(const StepOp& op, const StepInputs& in, int64_t begin, int64_t end);
 void head_rows(const StepOp& op, const StepInputs& in, int64_t begin, int64_t end);
 

@@ -20,7 +20,7 @@ struct Shape {
   explicit Shape(const LinearArgs& a) {
     steps = (a.inputs + Steps::kElems - 1) / Steps::kElems;
     panels = (a.outputs + kPanel - 1) / kPanel;
-    row_words = round_up(steps * Steps::kWords, 16);
+    row_words = words_of_row<Steps>(a.inputs);
     const int64_t fitting = kBlockBytes / (row_words * 4) / Steps::kMaxRows;
     block_rows = smaller(kMostBlockRows, larger(4, fitting) * Steps::kMaxRows);
     blocks = (a.num_rows + block_rows - 1) / block_rows;
@@ -28,20 +28,6 @@ struct Shape {
              a.x_stride % Steps::kElems != 0;
   }
 };
-
-// One row of x as words, 0 past its end.
-template <class Steps>
-void copy_row(const LinearArgs& a, int64_t row, int64_t row_words, uint32_t* to) {
-  constexpr int kBytes = dtype_bytes(Steps::kDType);
-  constexpr int kRowBytes = dtype_bytes(Steps::kRowDType);
-  const uint8_t* const from = static_cast<const uint8_t*>(a.x) + row * a.x_stride * kBytes;
-  uint8_t* const words = reinterpret_cast<uint8_t*>(to);
-  for (int64_t i = 0; i < row_words * 4 / kRowBytes; i += kLanes) {
-    const auto left = static_cast<int>(larger(0, smaller(kLanes, a.inputs - i)));
-    const F x = left == 0 ? set1(0.f) : load_as_float<Steps::kDType>(from + i * kBytes, left);
-    store_from_float<Steps::kRowDType>(words + i * kRowBytes, x);
-  }
-}
 
 template <class Steps>
 void write_rows(const LinearArgs& a, int64_t first_row, int rows, int64_t panel,
@@ -74,7 +60,7 @@ void run_item(const LinearArgs& a, const Shape<Steps>& s, int64_t block, int64_t
     int64_t x_row = s.row_words;
     if (s.copies) {
       for (int r = begin; r < end; ++r) {
-        copy_row<Steps>(a, first + r, s.row_words, scratch + (r - begin) * s.row_words);
+        copy_row<Steps>(a, first + r, scratch + (r - begin) * s.row_words);
       }
     } else {
       x_row = a.x_stride * Steps::kWords / Steps::kElems;

@@ -6,7 +6,7 @@
 // order, whatever else is computed: a row's bits depend on nothing else in the batch.
 #pragma once
 
-#include "api.h"
+#include "linear.h"
 #include "simd.h"
 
 namespace vllm_cpu::VLLM_ISA {
@@ -30,6 +30,8 @@ struct FloatSteps {
   VLLM_INLINE F dot(F acc, const Column& c, const uint32_t* a) {
     return fma(c.x, as_float(u_set1(*a)), acc);
   }
+  // Element `which` of each unit, as float.
+  VLLM_INLINE F element(U units, int) { return as_float(units); }
 };
 
 #if defined(__AVX512BF16__)
@@ -45,6 +47,10 @@ struct BFloat16Steps {
   VLLM_INLINE Column column(const uint32_t* p) { return {u_load(p)}; }
   VLLM_INLINE F dot(F acc, const Column& c, const uint32_t* a) {
     return _mm512_dpbf16_ps(acc, (__m512bh)c.x, (__m512bh)u_set1(*a));
+  }
+  VLLM_INLINE F element(U units, int which) {
+    const Words bits = (Words)units;
+    return (F)(which == 0 ? bits << 16 : bits & 0xffff0000u);
   }
 };
 #else
@@ -68,6 +74,27 @@ struct BFloat16Steps {
   }
 };
 #endif
+
+// A row's 32-bit words; rows lie whole lines apart.
+template <class Steps>
+VLLM_INLINE int64_t words_of_row(int64_t inputs) {
+  return round_up((inputs + Steps::kElems - 1) / Steps::kElems * Steps::kWords, 16);
+}
+
+// One row of x as words, 0 past its end.
+template <class Steps>
+void copy_row(const LinearArgs& a, int64_t row, uint32_t* to) {
+  constexpr int kBytes = dtype_bytes(Steps::kDType);
+  constexpr int kRowBytes = dtype_bytes(Steps::kRowDType);
+  const uint8_t* const from = static_cast<const uint8_t*>(a.x) + row * a.x_stride * kBytes;
+  uint8_t* const words = reinterpret_cast<uint8_t*>(to);
+  const int64_t elements = words_of_row<Steps>(a.inputs) * 4 / kRowBytes;
+  for (int64_t i = 0; i < elements; i += kLanes) {
+    const auto left = static_cast<int>(larger(0, smaller(kLanes, a.inputs - i)));
+    const F x = left == 0 ? set1(0.f) : load_as_float<Steps::kDType>(from + i * kBytes, left);
+    store_from_float<Steps::kRowDType>(words + i * kRowBytes, x);
+  }
+}
 
 // c [kRows, kPanel] = bias + rows a times one panel b. `kFetch`: the panel comes from
 // memory and is asked for ahead.

@@ -14,4 +14,8 @@ const KernelTable& kernels();
 // null where there is no more.
 void* thread_scratch(int64_t bytes);
 
+// Runs a plan. 0, or a Status in the low 8 bits and the request, token or operation at
+// fault above them; nothing is written before everything is checked.
+int64_t run_step(const StepOp* ops, int32_t num_ops, const StepInputs& inputs);
+
 }  // namespace vllm_cpu

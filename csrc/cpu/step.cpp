@@ -71,8 +71,13 @@ class StepRunner : public PhaseRunner {
   }
 
   Stretch reads(const Phase& phase, int64_t begin, int64_t end) const override {
-    if (ops_[phase.op].kind != kStepLinear) return {};
-    const LinearArgs& a = *static_cast<const LinearArgs*>(ops_[phase.op].args);
+    const StepOp& op = ops_[phase.op];
+    if (op.kind == kStepLikeliest && phase.part == kScreenBound) {
+      const ScreenArgs& a = *static_cast<const ScreenArgs*>(op.args);
+      return kernels_.screen(a.head.dtype)->reads(a, begin, end);
+    }
+    if (op.kind != kStepLinear) return {};
+    const LinearArgs& a = *static_cast<const LinearArgs*>(op.args);
     return kernels_.linear(a.dtype)->reads(a, begin, end);
   }
 
@@ -85,6 +90,11 @@ class StepRunner : public PhaseRunner {
       }
       case kStepAttend: return attend(op, phase, begin, end, scratch);
       case kStepHeadLinear: return run_heads(op, begin, end, scratch);
+      case kStepLikeliest: {
+        const ScreenArgs& a = *static_cast<const ScreenArgs*>(op.args);
+        return kernels_.screen(a.head.dtype)
+            ->run(a, phase.part, begin, end, shared(), scratch);
+      }
       case kStepExperts: {
         const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
         return kernels_.experts(a.dtype)->run(a, phase.part, begin, end, shared(), scratch);
@@ -97,7 +107,12 @@ class StepRunner : public PhaseRunner {
 
  private:
   int64_t rows_of(const StepOp& op) const {
-    return op.wanted ? in_.num_wanted : in_.num_tokens;
+    switch (op.tokens) {
+      case kAllTokens: return in_.num_tokens;
+      case kWantedLogits: return in_.only_tokens ? 0 : in_.num_wanted;
+      case kWantedTokens: return in_.only_tokens ? in_.num_wanted : 0;
+      default: return in_.num_wanted;
+    }
   }
 
   int64_t macs_of(const StepOp& op) const {
@@ -105,9 +120,11 @@ class StepRunner : public PhaseRunner {
       const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
       return rows_of(op) * op.heads * a.top_k * a.hidden * a.intermediate * 3;
     }
-    if (op.kind != kStepLinear && op.kind != kStepHeadLinear) return 0;
-    const LinearArgs& a = *static_cast<const LinearArgs*>(op.args);
-    const int64_t heads = op.kind == kStepLinear ? 1 : op.heads;
+    const bool is_linear = op.kind == kStepLinear || op.kind == kStepHeadLinear;
+    if (!is_linear && op.kind != kStepLikeliest) return 0;
+    const LinearArgs& a = is_linear ? *static_cast<const LinearArgs*>(op.args)
+                                    : static_cast<const ScreenArgs*>(op.args)->head;
+    const int64_t heads = op.kind == kStepHeadLinear ? op.heads : 1;
     return heads * rows_of(op) * a.inputs * a.outputs;
   }
 
@@ -144,6 +161,7 @@ class StepRunner : public PhaseRunner {
       case kStepStore: return prepare_store(i);
       case kStepAttend: return prepare_attention(i);
       case kStepExperts: return prepare_experts(i);
+      case kStepLikeliest: return prepare_screen(i);
       case kStepRoute: {
         const RouteArgs& a = *static_cast<const RouteArgs*>(op.args);
         need(4 * a.num_experts * static_cast<int64_t>(sizeof(float)));
@@ -238,6 +256,20 @@ class StepRunner : public PhaseRunner {
     return {};
   }
 
+  Failure prepare_screen(int32_t i) {
+    ScreenArgs& a = *static_cast<ScreenArgs*>(ops_[i].args);
+    const ScreenKernel* const kernel = kernels_.screen(a.head.dtype);
+    if (kernel == nullptr) return {kUnsupported, i};
+    a.head.num_rows = static_cast<int32_t>(rows_of(ops_[i]));
+    if (a.head.num_rows == 0) return {};
+    shared_bytes_ = std::max(shared_bytes_, kernel->shared_bytes(a));
+    need(kernel->scratch_bytes(a));
+    for (int32_t part = 0; part < kScreenParts; ++part) {
+      add_phase(i, kernel->num_items(a, part), part);
+    }
+    return {};
+  }
+
   // --- during the step ------------------------------------------------------------
 
   void attend(const StepOp& op, const Phase& phase, int64_t begin, int64_t end,
@@ -317,6 +349,8 @@ class StepRunner : public PhaseRunner {
   std::unique_ptr<uint8_t> shared_;
 };
 
+}  // namespace
+
 int64_t run_step(const StepOp* ops, int32_t num_ops, const StepInputs& in) {
   try {
     const Failure failure = StepRunner(ops, num_ops, in).run_all();
@@ -326,7 +360,6 @@ int64_t run_step(const StepOp* ops, int32_t num_ops, const StepInputs& in) {
   }
 }
 
-}  // namespace
 }  // namespace vllm_cpu
 
 using namespace vllm_cpu;
@@ -341,54 +374,7 @@ VLLM_EXPORT int64_t vllm_cpu_step_abi() {
   return abi;
 }
 
-// Runs a plan. 0, or a Status in the low 8 bits and the request, token or operation at
-// fault above them; nothing is written before everything is checked.
 VLLM_EXPORT int64_t vllm_cpu_step(const StepOp* ops, int32_t num_ops,
                                   const StepInputs* inputs) {
   return run_step(ops, num_ops, *inputs);
-}
-
-VLLM_EXPORT int64_t vllm_cpu_linear_abi() { return sizeof(LinearArgs); }
-
-// One linear layer by itself.
-VLLM_EXPORT int64_t vllm_cpu_linear(LinearArgs* args) {
-  StepOp op = {};
-  op.kind = kStepLinear;
-  op.args = args;
-  StepInputs in = {};
-  in.num_tokens = args->num_rows;
-  return run_step(&op, 1, in);
-}
-
-// Rows of a packed weight: out [num_rows, inputs]. Ids must be within the weight.
-VLLM_EXPORT int64_t vllm_cpu_gather(LinearArgs* args, const int64_t* ids) {
-  StepOp op = {};
-  op.kind = kStepEmbed;
-  op.size = args->inputs;
-  op.limit = args->outputs;
-  op.scale = 1.f;
-  op.args = args;
-  StepInputs in = {};
-  in.num_tokens = args->num_rows;
-  in.token_ids = ids;
-  return run_step(&op, 1, in);
-}
-
-// The size of the struct that the next function takes, for the same purpose.
-VLLM_EXPORT int64_t vllm_cpu_experts_abi() { return sizeof(ExpertsArgs); }
-
-// Writes the weighted sum of every token's experts. 0, or a Status; nothing is written
-// before ids are checked.
-VLLM_EXPORT int64_t vllm_cpu_experts(ExpertsArgs* args) {
-  const int64_t pairs = static_cast<int64_t>(args->num_tokens) * args->top_k;
-  for (int64_t i = 0; i < pairs; ++i) {
-    if (args->ids[i] < 0 || args->ids[i] >= args->num_experts) return kBadExpert;
-  }
-  StepOp op = {};
-  op.kind = kStepExperts;
-  op.heads = 1;
-  op.args = args;
-  StepInputs in = {};
-  in.num_tokens = args->num_tokens;
-  return run_step(&op, 1, in);
 }

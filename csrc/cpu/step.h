@@ -21,7 +21,7 @@ enum StepKind : int32_t {
   kStepGate,        // out [size] = act(x[:size]) * x[size:]
   kStepAdd,         // out = x + y
   kStepSoftCap,     // out = scale * tanh(x / scale)
-  kStepPick,        // out = the rows of x whose logits are wanted
+  kStepPick,        // out = the rows of x that are wanted
   kStepRoute,       // args: RouteArgs; from router logits x
   kStepExperts,     // args: ExpertsArgs, whose tokens are the heads of all rows
   kStepHeadLinear,  // args: LinearArgs [heads]: every head has a weight of its own
@@ -32,6 +32,7 @@ enum StepKind : int32_t {
   kStepSpread,      // out = heads, each x times its own of the floats y
   kStepSumHeads,    // out = the sum of the heads of x
   kStepLargest,     // out = int64: which of x is largest, the first of equal ones
+  kStepLikeliest,   // args: ScreenArgs; int64: which logit would be largest
   kStepKinds,       // how many there are
 };
 
@@ -50,6 +51,14 @@ enum HadamardMode : int32_t {
 };
 enum GateMode : int32_t { kGateSilu = 0, kGateGelu = 1, kGateGeluTanh = 2 };
 
+// For which tokens of the step an operation is.
+enum StepTokens : int32_t {
+  kAllTokens = 0,
+  kWanted,        // those whose logits or tokens are wanted
+  kWantedLogits,  // those, in steps that need logits
+  kWantedTokens,  // those, in steps that need nothing but the most likely tokens
+};
+
 // Rows of activations; the stride is in elements.
 struct StepRows {
   void* data;
@@ -61,7 +70,7 @@ struct StepOp {
   int32_t dtype;
   int32_t mode;
   int32_t group;       // whose batch attention and stores take
-  int32_t wanted;      // 1: only rows whose logits are wanted
+  int32_t tokens;      // StepTokens
   int32_t heads;       // side by side in a row
   int32_t size;        // elements of a head
   int32_t out_size;
@@ -115,6 +124,7 @@ struct StepInputs {
   int32_t num_tokens;
   int32_t num_wanted;
   int32_t num_batches;
+  int32_t only_tokens;             // no logits are needed
 };
 
 }  // namespace vllm_cpu

@@ -24,6 +24,6 @@ int32_t store(const StoreArgs& args) {
 
 extern const KernelTable kTable;
 const KernelTable kTable = {VLLM_STRING(VLLM_ISA), attention, store,
-                            read_bytes, experts, linear, step_rows, head_rows};
+                            read_bytes, experts, linear, screen, step_rows, head_rows};
 
 }  // namespace vllm_cpu::VLLM_ISA

@@ -10,6 +10,7 @@
 #include "api.h"
 #include "experts.h"
 #include "linear.h"
+#include "screen.h"
 #include "step.h"
 
 namespace vllm_cpu {
@@ -72,6 +73,7 @@ struct KernelTable {
   double (*read)(const void* data, int64_t num_bytes);  // a checksum, to time reads
   const ExpertsKernel* (*experts)(int32_t dtype);
   const LinearKernel* (*linear)(int32_t dtype);
+  const ScreenKernel* (*screen)(int32_t dtype);  // null where it does not pay
   // Rows [begin, end) of an element-wise operation, and of one on heads.
   void (*step_rows)(const StepOp&, const StepInputs&, int64_t begin, int64_t end);
   void (*head_rows)(const StepOp&, const StepInputs&, int64_t begin, int64_t end);

@@ -55,20 +55,23 @@ def recorded_samples(llm: LLM, num_requests: int) -> Iterator[dict[str, list[Any
                     rows.setdefault(req_id, []).append(logits[row].clone())
             return inner(logits, *args)
 
-        runner.sampler = sampler
+        runner.sampler, runner.keeps_logits = sampler, True
         return runner, inner
 
     ((runner, inner),) = llm.collective_rpc(tap)
     try:
         yield rows
     finally:
-        runner.sampler = inner
+        runner.sampler, runner.keeps_logits = inner, False
 
 
 def record(
     llm: LLM, prompts: Sequence[TokensPrompt], params: SamplingParams, num_requests: int
 ) -> list[Recorded]:
-    """Runs all prompts and keeps the first `num_requests` of them."""
+    """Runs all prompts and keeps the first `num_requests` of them.
+
+    RuntimeError where these get other tokens without anybody looking at the logits.
+    """
     llm.reset_prefix_cache()
     with recorded_samples(llm, num_requests) as rows:
         outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
@@ -86,7 +89,24 @@ def record(
                     logits=logits,
                 )
             )
+    _check_unwatched(llm, found, params)
     return found
+
+
+def _check_unwatched(
+    llm: LLM, recorded: Sequence[Recorded], params: SamplingParams
+) -> None:
+    """A greedy engine that needs no logits may not compute them."""
+    prompts = [TokensPrompt(prompt_token_ids=r.prompt_token_ids) for r in recorded]
+    llm.reset_prefix_cache()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for output, request in zip(outputs, recorded, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        if tokens != request.output_token_ids:
+            raise RuntimeError(
+                f"without logits the engine chose the tokens {tokens}, with them "
+                f"{request.output_token_ids}: expected the same"
+            )
 
 
 def logits_after(llm: LLM, token_ids: list[int], first: int) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 from tests.e2e.tiny import engine, greedy, prompts_of
 from tests.model_executor.families import FAMILIES, hf_model, saved
 from tests.tiny_model import tiny_tokenizer
-from vllm import LLM
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
 from vllm.model_executor.step import NotPlanned, StepTrace
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.kv_formats import all_formats
@@ -55,21 +56,30 @@ def runner_of(llm: LLM) -> Any:
 @contextmanager
 def compared(llm: LLM) -> Iterator[list[tuple[int, int, float]]]:
     """Inside, every step runs eager, then planned over the same slots. Collects tokens,
-    requests and the largest relative difference of the logits."""
+    requests and the largest relative difference of the logits. The tokens of a step
+    that makes no logits must be theirs."""
     runner, seen = runner_of(llm), []
     inner = runner._run_model
 
     def both(step: Any) -> Any:
         eager = runner.model(step.input_ids, step.positions)
         expected = runner._compute_logits(eager[torch.from_numpy(step.last_tokens)])
-        hidden, logits = inner(step)
-        assert logits is not None
+        runner.keeps_logits = True
+        hidden, planned = inner(step)
+        assert planned is not None
         assert hidden.shape == eager.shape
+        logits = planned.logits.float()
         assert logits.shape == expected.shape
-        error = (logits.float() - expected.float()).abs().max()
+        error = (logits - expected.float()).abs().max()
         error = error / expected.float().abs().max()
+        first = torch.from_numpy(logits.numpy().argmax(-1))
+        assert torch.equal(planned.likeliest, first)
+        runner.keeps_logits = False
+        found = inner(step)
+        assert found[1].logits is None
+        assert torch.equal(found[1].likeliest, first)
         seen.append((step.num_tokens, step.num_reqs, float(error)))
-        return hidden, logits
+        return found
 
     runner._run_model = both
     try:
@@ -117,6 +127,29 @@ def test_greedy_tokens_equal_eager_ones(folders, family: str, batch: int) -> Non
         assert greedy(llm, asked, 12) == found
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_requests_that_need_logits_get_the_tokens_of_those_that_do_not(
+    folders, dtype: str
+) -> None:
+    asked = [TokensPrompt(prompt_token_ids=p) for p in prompts(5)]
+    settings = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    everything = list(range(VOCABULARY))
+    plain = SamplingParams(**settings)
+    ways: list[Any] = [
+        SamplingParams(**settings, logprobs=2),
+        SamplingParams(**settings, allowed_token_ids=everything),
+        [plain] * 4 + [SamplingParams(seed=1)],
+    ]
+    with engine(folders["gemma3"], dtype=dtype) as llm:
+
+        def tokens(params: Any) -> list[list[int]]:
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            return [list(output.outputs[0].token_ids) for output in outputs[:4]]
+
+        expected = tokens(plain)
+        assert [tokens(params) for params in ways] == [expected] * len(ways)
+
+
 def test_what_has_no_operation_runs_eager_and_says_why(folders) -> None:
     with engine(folders["llama"], dtype="float16") as llm:
         runner = runner_of(llm)
@@ -143,10 +176,11 @@ def logits_by_threads(
     found: dict[int, list[torch.Tensor]] = {}
     inner = runner.plan.run
 
-    def noted(step: Any, wanted: Any) -> Any:
-        hidden, logits = inner(step, wanted)
-        found.setdefault(torch.get_num_threads(), []).append(logits.clone())
-        return hidden, logits
+    def noted(step: Any, wanted: Any, only_tokens: bool) -> Any:
+        assert only_tokens
+        planned = inner(step, wanted, False)
+        found.setdefault(torch.get_num_threads(), []).append(planned.logits.clone())
+        return planned
 
     def run(count: int) -> None:
         llm.reset_prefix_cache()

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from vllm.model_executor.layers import screened_head
 from vllm.model_executor.layers.panel_weight import PANEL, LinearArgs, PanelWeight
+from vllm.model_executor.layers.screened_head import ScreenedHead
 from vllm.model_executor.step import records
 from vllm.model_executor.step.ops import set_rows
 from vllm.model_executor.step.trace import NotPlanned, Slot
@@ -224,3 +226,26 @@ def largest(x: Slot) -> Slot:
         lambda: {"size": x.width, "out": out.rows(), "x": x.rows()},
     )
     return out
+
+
+def screen_of(logits: Slot) -> ScreenedHead | None:
+    """What finds the largest of logits that a linear made, without them; None where
+    something else made them, or where that would not be faster."""
+    weight, bias = logits.trace.made_by(logits, records.LINEAR) or (None, None)
+    if weight is None or bias is not None or logits.start != 0:
+        return None
+    if not screened_head.serves(weight):
+        return None
+    return ScreenedHead(weight, logits.width)
+
+
+def likeliest(x: Slot, screen: ScreenedHead, out: Slot) -> None:
+    """What `largest` would find of the logits of x [tokens, K], written to its slot."""
+
+    def make() -> dict[str, Any]:
+        args = screen.args()
+        args.head.x, args.head.x_stride = x.trace.address(x), x.stride
+        args.tokens = x.trace.address(out)
+        return {"size": screen.outputs, "args": args}
+
+    x.trace.emit(records.LIKELIEST, [out], [x], make, keep=screen)

@@ -14,16 +14,18 @@ from vllm.v1.attention.ops import cpu_kernels
 # Kinds of operations, in the order of `StepKind`.
 EMBED, NORM, LINEAR, ROTATE, STORE, ATTEND, GATE, ADD, SOFT_CAP, PICK = range(10)
 ROUTE, EXPERTS, HEAD_LINEAR, COPY, HADAMARD, WIDEN = range(10, 16)
-SCALE, SPREAD, SUM_HEADS, LARGEST = range(16, 20)
+SCALE, SPREAD, SUM_HEADS, LARGEST, LIKELIEST = range(16, 21)
 KINDS = (
     *("embed", "norm", "linear", "rotate", "store", "attend", "gate", "add"),
     *("soft cap", "pick", "route", "experts", "head linear", "copy", "hadamard"),
-    *("widen", "scale", "spread", "sum heads", "largest"),
+    *("widen", "scale", "spread", "sum heads", "largest", "likeliest"),
 )
 NORM_ROUNDED, NORM_WHOLE = 0, 1
 ROTATE_HALVES, ROTATE_PAIRS = 0, 1
 SIGNS_FIRST, SIGNS_LAST = 0, 1
 GATE_SILU, GATE_GELU, GATE_GELU_TANH = 0, 1, 2
+# For which tokens an operation is: `StepTokens`.
+ALL_TOKENS, WANTED, WANTED_LOGITS, WANTED_TOKENS = range(4)
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 2}
 _STATUS = {
@@ -42,7 +44,7 @@ class StepOp(ctypes.Structure):
         ("dtype", ctypes.c_int32),
         ("mode", ctypes.c_int32),
         ("group", ctypes.c_int32),
-        ("wanted", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
         ("heads", ctypes.c_int32),
         ("size", ctypes.c_int32),
         ("out_size", ctypes.c_int32),
@@ -100,6 +102,7 @@ class StepInputs(ctypes.Structure):
         ("num_tokens", ctypes.c_int32),
         ("num_wanted", ctypes.c_int32),
         ("num_batches", ctypes.c_int32),
+        ("only_tokens", ctypes.c_int32),
     )
 
 

@@ -210,6 +210,7 @@ class _Op:
 
     kind: int
     make: Callable[[], tuple[records.StepOp, Any]]
+    keep: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -295,13 +296,13 @@ class StepTrace:
                 kind=kind,
                 dtype=fields.pop("dtype", records.DTYPES[self.dtype]),
                 heads=fields.pop("heads", 1),
-                wanted=wanted,
+                tokens=records.WANTED if wanted else records.ALL_TOKENS,
                 args=None if args is None else ctypes.addressof(args),
                 **fields,
             )
             return op, (args, keep)
 
-        op = _Op(kind, record)
+        op = _Op(kind, record, keep)
         self.ops.append(op)
         for slot in (*reads, *writes):
             slot.buffer.last = now
@@ -329,6 +330,18 @@ class StepTrace:
         if op is None or op is not self.ops[-1] or op.kind != records.EMBED:
             raise NotPlanned("a scale of anything but embeddings")
         op.settings["scale"] = factor
+
+    def made_by(self, x: Slot, kind: int) -> Any:
+        """What the operation keeps alive that wrote `x` last; None where that is of
+        another kind."""
+        op = self._produced.get(id(x.buffer))
+        return op.keep if op is not None and op.kind == kind else None
+
+    def restrict(self, first: int, tokens: int) -> None:
+        """Operations from `first` on, of wanted rows, are for `tokens`: one of
+        `records.WANTED_…`."""
+        for op in self.ops[first:]:
+            op.settings["tokens"] = tokens
 
     # --- afterwards -------------------------------------------------------------------
 

@@ -40,6 +40,11 @@ class SamplingMetadata:
     spec_token_ids: list[list[int]] | None = None
     thinking_budget_state_holder: Any = None
 
+    def needs_logits(self) -> bool:
+        """Whether the batch needs more than the most likely token of every row."""
+        reports = self.max_num_logprobs is not None
+        return reports or not self.all_greedy or self.edits_greedy()
+
     def edits_greedy(self) -> bool:
         """Whether anything but temperature changes what a greedy request gets."""
         return not (

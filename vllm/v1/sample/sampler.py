@@ -31,13 +31,18 @@ class Sampler(nn.Module):
 
     def forward(
         self,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         sampling_metadata: SamplingMetadata,
         greedy: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """`logits` [R, V] of any float dtype; may be overwritten. `greedy` int64 [R]:
-        the largest of them, where that is known. Ids come back as int64 [R, 1]."""
+        """`logits` [R, V] of any float dtype; may be overwritten; None where `greedy`
+        is given and the batch needs nothing else. `greedy` int64 [R]: the largest of
+        them, where that is known. Ids come back as int64 [R, 1]."""
         metadata = sampling_metadata
+        if logits is None:
+            if greedy is None or metadata.needs_logits():
+                raise ValueError("the batch cannot be sampled from without logits")
+            return SamplerOutput(greedy.unsqueeze(-1))
         wants_logprobs = metadata.max_num_logprobs is not None
         reported = self._raw(logits) if wants_logprobs else None
         edits = metadata.edits_greedy()

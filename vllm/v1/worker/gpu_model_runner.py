@@ -55,7 +55,7 @@ from vllm.v1.worker.layer_specs import (
 )
 from vllm.v1.worker.prompt_logprobs import PromptLogprobs
 from vllm.v1.worker.request_states import RequestStates
-from vllm.v1.worker.step_plan import StepPlan, make_step_plan
+from vllm.v1.worker.step_plan import PlannedOutput, StepPlan, make_step_plan
 from vllm.v1.worker.utils import (
     AttentionGroup,
     KVBlockZeroer,
@@ -97,6 +97,7 @@ class GPUModelRunner:
         self.graphs: DecodeGraphs | None = None
         self.copier: BlockCopier | None = None
         self.plan: StepPlan | None = None
+        self.keeps_logits = False  # for who looks at those of every step
 
     @property
     def requests(self) -> dict[str, Any]:
@@ -344,11 +345,11 @@ class GPUModelRunner:
         if not scheduled.total_num_scheduled_tokens:
             return self._output_without_forward(scheduled)
         step = self.inputs.prepare(self.input_batch, scheduled)
-        hidden, logits, transfers = self._forward(scheduled, step)
+        hidden, planned, transfers = self._forward(scheduled, step)
         prompt_logprobs = self.prompt_logprobs.collect(
             hidden, step, self.input_batch, self.requests
         )
-        return self._sample(hidden, logits, step, prompt_logprobs, transfers)
+        return self._sample(hidden, planned, step, prompt_logprobs, transfers)
 
     def _prepare_blocks(self, scheduled: SchedulerOutput) -> None:
         if scheduled.new_block_ids_to_zero:
@@ -376,9 +377,9 @@ class GPUModelRunner:
 
     def _forward(
         self, scheduled: SchedulerOutput, step: StepInputs
-    ) -> tuple[torch.Tensor, torch.Tensor | None, KVConnectorOutput | None]:
-        """Hidden states [T, d] of the step, the logits of every request's last token
-        where they are planned, and what a connector did meanwhile."""
+    ) -> tuple[torch.Tensor, PlannedOutput | None, KVConnectorOutput | None]:
+        """Hidden states [T, d] of the step, what a plan made of every request's last
+        token, and what a connector did meanwhile."""
         with set_forward_context(
             step.attn_metadata, self.vllm_config, slot_mapping=step.slot_mapping
         ) as context:
@@ -386,19 +387,23 @@ class GPUModelRunner:
             if self.connector is not None:
                 around = self.connector.around_forward(scheduled, context)
             with around as transfers:
-                hidden, logits = self._run_model(step)
-        return hidden, logits, transfers
+                hidden, planned = self._run_model(step)
+        return hidden, planned, transfers
 
-    def _run_model(self, step: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Captured or planned where that is possible, else eager. Only a plan computes
-        logits too."""
+    def _run_model(self, step: StepInputs) -> tuple[torch.Tensor, PlannedOutput | None]:
+        """Captured or planned where that is possible, else eager. Only a plan goes on
+        to logits, or to tokens where nothing else is needed."""
         hidden = None if self.graphs is None else self.graphs.run(step)
         if hidden is not None:
             return hidden, None
         if self.plan is None:
             return self.model(step.input_ids, step.positions), None
         with self.connector.around_layers() if self.connector else nullcontext():
-            return self.plan.run(step, step.last_tokens)
+            planned = self.plan.run(step, step.last_tokens, not self._needs_logits())
+        return planned.hidden, planned
+
+    def _needs_logits(self) -> bool:
+        return self.keeps_logits or self.input_batch.sampling_metadata.needs_logits()
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden)
@@ -406,7 +411,7 @@ class GPUModelRunner:
     def _sample(
         self,
         hidden: torch.Tensor,
-        logits: torch.Tensor | None,
+        planned: PlannedOutput | None,
         step: StepInputs,
         prompt_logprobs: dict[str, LogprobsTensors | None],
         transfers: KVConnectorOutput | None,
@@ -422,10 +427,11 @@ class GPUModelRunner:
         rows = np.flatnonzero(step.samples)
         if rows.size == 0:
             return output
-        if logits is None:
+        if planned is None:
             last = torch.from_numpy(step.last_tokens).to(self.device)
-            logits = self._compute_logits(hidden[last])
-        sampled = self._run_sampler(logits, step)
+            sampled = self._run_sampler(self._compute_logits(hidden[last]), None, step)
+        else:
+            sampled = self._run_sampler(planned.logits, planned.likeliest, step)
         tokens = sampled.sampled_token_ids.squeeze(-1).cpu().numpy()[rows]
         batch.append_sampled(rows, tokens)
         for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
@@ -435,7 +441,12 @@ class GPUModelRunner:
             output.logprobs = sampled.logprobs_tensors.tolists()
         return output
 
-    def _run_sampler(self, logits: torch.Tensor, step: StepInputs) -> SamplerOutput:
+    def _run_sampler(
+        self,
+        logits: torch.Tensor | None,
+        greedy: torch.Tensor | None,
+        step: StepInputs,
+    ) -> SamplerOutput:
         """Samples every row. Rows whose prompt is not finished are thrown away, and do
         not advance their requests' generators."""
         metadata = self.input_batch.sampling_metadata
@@ -443,7 +454,6 @@ class GPUModelRunner:
             samples = step.samples
             kept = {r: g for r, g in metadata.generators.items() if samples[r]}
             metadata = replace(metadata, generators=kept)
-        greedy = None if self.plan is None else self.plan.greedy_of(logits)
         return self.sampler(logits, metadata, greedy)
 
     def shutdown(self) -> None:

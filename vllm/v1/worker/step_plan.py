@@ -6,6 +6,7 @@ traced from the model (`model_executor.step`); refuses to know what they are.
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.step import (
     Detour,
     NotPlanned,
+    Slot,
     StepTrace,
     head_ops,
     ops,
@@ -26,6 +28,19 @@ from vllm.v1.worker.input_prep import StepInputs
 from vllm.v1.worker.utils import AttentionGroup
 
 logger = init_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedOutput:
+    """What a step leaves behind; the next one overwrites it.
+
+    hidden: [T, d]. logits: [W, vocabulary] of the wanted tokens, None where only the
+    most likely tokens, `likeliest` int64 [W], were asked for.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
+    likeliest: torch.Tensor
 
 
 class StepPlan:
@@ -53,26 +68,36 @@ class StepPlan:
         self._batches = (records.StepBatch * len(flat))()
         trace = StepTrace(dtype, max_tokens, max_reqs, group_of)
         hidden = model(trace.token_ids, trace.positions)
-        logits = model.compute_logits(ops.pick(hidden))
-        largest = head_ops.largest(logits)
+        logits, largest = self._trace_head(model, trace, hidden)
         self._ops = trace.finish([hidden, logits, largest])
         self._hidden, self._logits = trace.tensor(hidden), trace.tensor(logits)
         self._largest = trace.tensor(largest).squeeze(1)
         self.trace = trace
         self.num_ops = len(self._ops)
 
-    def greedy_of(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """The most likely tokens, int64 [W], where `logits` [W, vocabulary] are those
-        of the last step as it left them."""
-        if logits.data_ptr() != self._logits.data_ptr():
-            return None
-        return self._largest[: logits.shape[0]]
+    def _trace_head(
+        self, model: nn.Module, trace: StepTrace, hidden: Slot
+    ) -> tuple[Slot, Slot]:
+        """Slots of the logits, and of the most likely tokens. Where a screen finds
+        these faster, steps that need nothing else compute no logits."""
+        picked, head = ops.pick(hidden), len(trace.ops)
+        logits = model.compute_logits(picked)
+        screen = head_ops.screen_of(logits)
+        largest = head_ops.largest(logits)
+        self.screen_bytes = 0
+        if screen is not None:
+            self.screen_bytes = screen.num_bytes
+            trace.restrict(head, records.WANTED_LOGITS)
+            screened = len(trace.ops)
+            head_ops.likeliest(picked, screen, largest)
+            trace.restrict(screened, records.WANTED_TOKENS)
+        return logits, largest
 
     def run(
-        self, step: StepInputs, wanted: np.ndarray
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [T, d] of the step, and the logits of the tokens `wanted`
-        int32 [W], [W, vocabulary]. Both are overwritten by the next step."""
+        self, step: StepInputs, wanted: np.ndarray, only_tokens: bool
+    ) -> PlannedOutput:
+        """Computes the step. `wanted`: int32 [W], whose logits or tokens are wanted;
+        with `only_tokens` nothing but their most likely ones."""
         for i, name in enumerate(self._layers):
             metadata = step.attn_metadata[name]
             self._batches[i] = records.StepBatch(
@@ -93,6 +118,7 @@ class StepPlan:
             tokens,
             len(wanted),
             len(self._layers),
+            only_tokens,
         )
         begin, detours = 0, self._detours(step)
         short = self._only_short_queries(step, detours)
@@ -104,7 +130,11 @@ class StepPlan:
             detour.compute(x[:tokens], out[:tokens])
             begin = detour.at
         self._call(begin, self.num_ops, inputs)
-        return self._hidden[:tokens], self._logits[: len(wanted)]
+        return PlannedOutput(
+            hidden=self._hidden[:tokens],
+            logits=None if only_tokens else self._logits[: len(wanted)],
+            likeliest=self._largest[: len(wanted)],
+        )
 
     def _detours(self, step: StepInputs) -> list[Detour]:
         """Those that the longest query of the step makes necessary."""
@@ -158,9 +188,10 @@ def make_step_plan(
         return None
     logger.info(
         "Steps are planned: %d operations in one call, %s of buffers, %s of weights "
-        "packed once more",
+        "packed once more, %s to find greedy tokens without logits",
         plan.num_ops,
         format_bytes(plan.trace.memory.numel()),
         format_bytes(plan.trace.copied_bytes),
+        format_bytes(plan.screen_bytes),
     )
     return plan

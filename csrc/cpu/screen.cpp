@@ -1,0 +1,411 @@
+// The screened output head; see screen.h for the mathematics.
+#include "screen.h"
+
+#include <string.h>
+
+#include "kernels.h"
+#include "panels.h"
+#include "team.h"
+
+namespace vllm_cpu::VLLM_ISA {
+
+#if defined(__AVX512BF16__)
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+
+constexpr int kRowBlock = 8;           // 8 x kPanelVectors registers of sums
+constexpr float kClip = 3.f / 127.f;   // of a row's root mean square is one step
+constexpr float kUp = 1.001f;          // more than a sum of squares is rounded
+constexpr int64_t kCodeUnitsAhead = 1024;
+constexpr float kInfinity = __builtin_inff();
+
+// What is known of a row.
+struct RowBound {
+  float step;
+  float length;   // at least |row_step * whole|
+  float error;    // at least |d|, and what float32 rounds
+  int32_t start;  // what the sums with 128 added to the codes start from
+  bool whole;     // nothing is known: every panel counts
+};
+
+// How the shared memory is used.
+struct Layout {
+  int64_t rows, panels, units, row_bytes, blocks;
+  uint8_t* data;
+
+  Layout(const ScreenArgs& a, void* shared) : data(static_cast<uint8_t*>(shared)) {
+    rows = a.head.num_rows;
+    panels = (a.head.outputs + kPanel - 1) / kPanel;
+    units = (a.head.inputs + kCodesPerUnit - 1) / kCodesPerUnit;
+    row_bytes = round_up(units * kCodesPerUnit, 64);
+    blocks = (rows + kRowBlock - 1) / kRowBlock;
+  }
+  // The last eight bits of whole numbers, then what is above.
+  int8_t* low(int64_t row) const {
+    return reinterpret_cast<int8_t*>(data + row * 2 * row_bytes);
+  }
+  int8_t* high(int64_t row) const { return low(row) + row_bytes; }
+  RowBound* bounds() const {
+    return reinterpret_cast<RowBound*>(data + rows * 2 * row_bytes);
+  }
+  // Units in which a row of the block has more than eight bits: their number first.
+  int32_t* wide(int64_t block) const {
+    return reinterpret_cast<int32_t*>(data + rows * (2 * row_bytes + 64)) +
+           block * (units + 1);
+  }
+  float* lower(int64_t row) const {
+    const int64_t lists = round_up(blocks * (units + 1) * 4, 64);
+    return reinterpret_cast<float*>(data + rows * (2 * row_bytes + 64) + lists) +
+           row * 2 * panels;
+  }
+  float* upper(int64_t row) const { return lower(row) + panels; }
+  int64_t num_bytes() const {
+    return reinterpret_cast<uint8_t*>(lower(rows)) - data;
+  }
+};
+static_assert(sizeof(RowBound) <= 64);
+
+template <int kType>
+Floats load_row(const ScreenArgs& a, int64_t row, int64_t i) {
+  constexpr int kBytes = dtype_bytes(kType);
+  const auto* const x = static_cast<const uint8_t*>(a.head.x) +
+                        (row * a.head.x_stride + i) * kBytes;
+  return (Floats)load_as_float<kType>(
+      x, static_cast<int>(smaller(kLanes, a.head.inputs - i)));
+}
+
+// Sixteen whole numbers, their low and their high bytes.
+VLLM_INLINE void store_whole(Ints whole, int8_t* low, int8_t* high) {
+  const Ints above = (whole + 128) >> 8;
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8((U)whole));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8((U)above));
+}
+
+template <int kType>
+void narrow_row(const ScreenArgs& a, const Layout& s, int64_t row) {
+  const int64_t inputs = a.head.inputs;
+  Floats squares = {};
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const Floats x = load_row<kType>(a, row, i);
+    squares += x * x;
+  }
+  const float square = reduce_add((F)squares);
+  RowBound& bound = s.bounds()[row];
+  bound = {0.f, 0.f, kInfinity, 0, true};
+  memset(s.low(row), 0, static_cast<size_t>(2 * s.row_bytes));
+  if (!(square > 1e-20f && square < 1e30f)) return;  // NaN, too
+  bound.whole = false;
+  const float step = kClip * __builtin_sqrtf(square / static_cast<float>(inputs));
+
+  const float factor = 1.f / step;
+  Floats lengths = {}, errors = {};
+  Ints sum = {};
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const Floats x = load_row<kType>(a, row, i);
+    const Floats near = (Floats)round((F)(x * factor));
+    const Floats made = near * step, missing = x - made;
+    const Ints whole = __builtin_convertvector(near, Ints);
+    lengths += made * made;
+    errors += missing * missing;
+    sum += whole;
+    store_whole(whole, s.low(row) + i, s.high(row) + i);
+  }
+  // A float32 sum of n products errs by less than n 2^-23 |x| |w|, here and in logits.
+  const float rounding = static_cast<float>(inputs + 64) * 0x1p-21f;
+  bound.step = step;
+  bound.length = kUp * __builtin_sqrtf(reduce_add((F)lengths));
+  bound.error = kUp * (__builtin_sqrtf(reduce_add((F)errors)) +
+                       rounding * __builtin_sqrtf(square));
+  bound.start = -128 * _mm512_reduce_add_epi32((U)sum);
+}
+
+void list_wide_units(const Layout& s, int64_t block) {
+  const int64_t end = smaller(s.rows, (block + 1) * kRowBlock);
+  int32_t* const list = s.wide(block);
+  int32_t count = 0;
+  for (int64_t unit = 0; unit < s.units; ++unit) {
+    uint32_t any = 0;
+    for (int64_t row = block * kRowBlock; row < end; ++row) {
+      uint32_t bytes;
+      memcpy(&bytes, s.high(row) + unit * kCodesPerUnit, sizeof bytes);
+      any |= bytes;
+    }
+    if (any != 0) list[++count] = static_cast<int32_t>(unit);
+  }
+  list[0] = count;
+}
+
+template <class Steps>
+void narrow_rows(const ScreenArgs& a, const Layout& s, int64_t block) {
+  const int64_t end = smaller(s.rows, (block + 1) * kRowBlock);
+  for (int64_t row = block * kRowBlock; row < end; ++row) {
+    narrow_row<Steps::kDType>(a, s, row);
+  }
+  list_wide_units(s, block);
+}
+
+// acc + codes times one unit of a row. GCC 12 does not fold the broadcast.
+VLLM_INLINE void add_codes(U& acc, U codes, const int8_t* row) {
+  asm volatile("vpdpbusd %2%{1to16%}, %1, %0"
+               : "+v"(acc)
+               : "v"(codes), "m"(*reinterpret_cast<const uint32_t*>(row)));
+}
+
+template <int kRows>
+VLLM_INLINE void add_unit(U (&acc)[kRows][kPanelVectors], const uint32_t* codes,
+                          const int8_t* row, int64_t row_bytes) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kPanelVectors; ++v) {
+    const U column = u_load(codes + v * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) add_codes(acc[r][v], column, row + r * row_bytes);
+  }
+}
+
+// Bounds of the logits of a panel, for kRows rows from `first` on.
+template <int kRows, bool kFetch>
+void bound_block(const ScreenArgs& a, const Layout& s, int64_t panel, int64_t first) {
+  const uint32_t* codes = a.codes + panel * s.units * kPanel;
+  const int64_t apart = 2 * s.row_bytes;
+  const RowBound* const rows = s.bounds() + first;
+  U acc[kRows][kPanelVectors];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) acc[r][v] = u_set1(0);
+  }
+  const int32_t* const wide = s.wide(first / kRowBlock);
+  for (int32_t i = 1; i <= wide[0]; ++i) {
+    const int64_t unit = wide[i];
+    add_unit<kRows>(acc, codes + unit * kPanel, s.high(first) + unit * kCodesPerUnit, apart);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    const Ints start = Ints{} + rows[r].start;
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) {
+      acc[r][v] = (U)(((Ints)acc[r][v] << 8) + start);
+    }
+  }
+  const int8_t* row = s.low(first);
+  for (int64_t unit = 0; unit < s.units; ++unit, codes += kPanel, row += kCodesPerUnit) {
+    if constexpr (kFetch) {
+      prefetch_line(codes + kCodeUnitsAhead);
+      prefetch_line(codes + kCodeUnitsAhead + 16);
+    }
+    add_unit<kRows>(acc, codes, row, apart);
+  }
+  const ScreenBounds& known = a.bounds[panel];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r) {
+    F upper = set1(-kInfinity), lower = upper;
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const F step = mul(load(known.step + v * kLanes), set1(rows[r].step));
+      const F logit = mul(_mm512_cvtepi32_ps(acc[r][v]), step);
+      const F error = fma(set1(rows[r].length), load(known.error + v * kLanes),
+                          mul(set1(rows[r].error), load(known.length + v * kLanes)));
+      upper = max(upper, add(logit, error));
+      lower = max(lower, sub(logit, error));
+    }
+    s.upper(first + r)[panel] = reduce_max(upper);
+    s.lower(first + r)[panel] = reduce_max(lower);
+  }
+}
+
+template <bool kFetch, int kRows = kRowBlock>
+void bound_rows(const ScreenArgs& a, const Layout& s, int64_t panel, int64_t first,
+                int64_t rows) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return bound_block<kRows, kFetch>(a, s, panel, first);
+    bound_rows<kFetch, kRows - 1>(a, s, panel, first, rows);
+  }
+}
+
+void bound_panel(const ScreenArgs& a, const Layout& s, int64_t panel) {
+  for (int64_t first = 0; first < s.rows; first += kRowBlock) {
+    const int64_t rows = smaller(kRowBlock, s.rows - first);
+    if (first == 0) {
+      bound_rows<true>(a, s, panel, first, rows);
+    } else {
+      bound_rows<false>(a, s, panel, first, rows);
+    }
+  }
+}
+
+// A number as the type of logits has it.
+template <int kType>
+float rounded(float x) {
+  uint8_t narrow[4];
+  store_from_float<kType>(narrow, set1(x), 1);
+  alignas(64) float lanes[kLanes];
+  store(lanes, load_as_float<kType>(narrow, 1));
+  return lanes[0];
+}
+
+float largest_of(const float* x, int64_t count) {
+  F most = set1(-kInfinity);
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) most = max(load(x + i), most);
+  float found = reduce_max(most);
+  for (; i < count; ++i) found = x[i] > found ? x[i] : found;
+  return found;
+}
+
+// The most likely token so far. NaN is never likely.
+struct Choice {
+  int64_t token = 0;
+  float logit = -kInfinity;
+
+  void see(int64_t other, float x) {
+    if (!(x > logit)) return;
+    token = other;
+    logit = x;
+  }
+};
+
+template <class Steps>
+void choose(const ScreenArgs& a, const Layout& s, int64_t row, uint32_t* words) {
+  const int64_t steps = (a.head.inputs + Steps::kElems - 1) / Steps::kElems;
+  const bool whole = s.bounds()[row].whole;
+  const float* const upper = s.upper(row);
+  const float least = rounded<Steps::kDType>(largest_of(s.lower(row), s.panels));
+  const float far = least - __builtin_fabsf(least) * 0x1p-6f;  // whatever the rounding
+  copy_row<Steps>(a.head, row, words);
+  Choice choice;
+  for (int64_t panel = 0; panel < s.panels; ++panel) {
+    if (!whole && (upper[panel] < far || rounded<Steps::kDType>(upper[panel]) < least)) {
+      continue;
+    }
+    alignas(64) float logits[kPanel];
+    panel_block<Steps, 1, false>(logits, nullptr, words, 0,
+                                 a.head.weight + panel * steps * kPanel, steps);
+    const int64_t count = smaller(kPanel, a.head.outputs - panel * kPanel);
+    for (int64_t i = 0; i < count; ++i) {
+      choice.see(panel * kPanel + i, rounded<Steps::kDType>(logits[i]));
+    }
+  }
+  a.tokens[row] = choice.token;
+}
+
+template <class Steps>
+void run(const ScreenArgs& a, int32_t part, int64_t begin, int64_t end, void* shared,
+         void* scratch) {
+  const Layout s(a, shared);
+  for (int64_t item = begin; item < end; ++item) {
+    switch (part) {
+      case kScreenRows: narrow_rows<Steps>(a, s, item); break;
+      case kScreenBound: bound_panel(a, s, item); break;
+      default: choose<Steps>(a, s, item, static_cast<uint32_t*>(scratch));
+    }
+  }
+}
+
+int64_t num_items(const ScreenArgs& a, int32_t part) {
+  const Layout s(a, nullptr);
+  return part == kScreenRows ? s.blocks : part == kScreenBound ? s.panels : s.rows;
+}
+
+int64_t shared_bytes(const ScreenArgs& a) { return Layout(a, nullptr).num_bytes(); }
+
+template <class Steps>
+int64_t scratch_bytes(const ScreenArgs& a) {
+  return words_of_row<Steps>(a.head.inputs) * 4;
+}
+
+Stretch reads(const ScreenArgs& a, int64_t begin, int64_t end) {
+  const int64_t units = Layout(a, nullptr).units * kPanel;
+  return {reinterpret_cast<const uint8_t*>(a.codes + begin * units),
+          (end - begin) * units * 4};
+}
+
+// Inputs from `unit` of codes on, of kLanes outputs each; 0 past their end.
+template <class Steps>
+VLLM_INLINE void load_unit(const uint32_t* panel, int64_t unit, int64_t steps,
+                           Floats (&w)[kCodesPerUnit]) {
+  constexpr int kSteps = kCodesPerUnit / Steps::kElems;
+#pragma GCC unroll 4
+  for (int i = 0; i < kSteps; ++i) {
+    const int64_t step = unit * kSteps + i;
+    const U units = step < steps ? u_load(panel + step * kPanel) : u_set1(0);
+#pragma GCC unroll 2
+    for (int j = 0; j < Steps::kElems; ++j) {
+      w[i * Steps::kElems + j] = (Floats)Steps::element(units, j);
+    }
+  }
+}
+
+template <class Steps>
+void pack_vector(const ScreenArgs& a, int64_t panel, int from) {
+  const int64_t inputs = a.head.inputs, units = Layout(a, nullptr).units;
+  const int64_t steps = (inputs + Steps::kElems - 1) / Steps::kElems;
+  const uint32_t* const weight = a.head.weight + panel * steps * kPanel + from;
+  Floats w[kCodesPerUnit];
+  Floats most = {};
+  for (int64_t unit = 0; unit < units; ++unit) {
+    load_unit<Steps>(weight, unit, steps, w);
+#pragma GCC unroll 4
+    for (int j = 0; j < kCodesPerUnit; ++j) {
+      most = (Floats)max((F)most, (F)(w[j] < 0 ? -w[j] : w[j]));
+    }
+  }
+  const Floats step = most * (1.f / 127.f);
+  const Floats factor = step > 1e-30f ? 1.f / step : Floats{};
+  Floats errors = {}, lengths = {};
+  uint32_t* const codes = a.codes + panel * units * kPanel + from;
+  for (int64_t unit = 0; unit < units; ++unit) {
+    Ints four = {};
+    load_unit<Steps>(weight, unit, steps, w);
+#pragma GCC unroll 4
+    for (int j = 0; j < kCodesPerUnit; ++j) {
+      const Floats near = (Floats)round((F)(w[j] * factor));
+      const Floats missing = w[j] - near * step;
+      errors += missing * missing;
+      lengths += w[j] * w[j];
+      four |= ((__builtin_convertvector(near, Ints) + 128) & 255) << 8 * j;
+    }
+    u_store(codes + unit * kPanel, (U)four);
+  }
+  ScreenBounds& bounds = a.bounds[panel];
+  for (int i = 0; i < kLanes; ++i) {
+    const bool known = lengths[i] < 1e30f && panel * kPanel + from + i < a.head.outputs;
+    // A weight whose square is too small for float32 is no weight.
+    const float least = 1e-18f * static_cast<float>(inputs);
+    bounds.step[from + i] = known && factor[i] > 0.f ? step[i] : 0.f;
+    bounds.error[from + i] =
+        known ? kUp * __builtin_sqrtf(errors[i]) + least : kInfinity;
+    bounds.length[from + i] =
+        known ? kUp * __builtin_sqrtf(lengths[i]) + least : kInfinity;
+  }
+}
+
+template <class Steps>
+void pack(const ScreenArgs& a, int64_t begin, int64_t end) {
+  for (int64_t panel = begin; panel < end; ++panel) {
+    for (int from = 0; from < kPanel; from += kLanes) pack_vector<Steps>(a, panel, from);
+  }
+}
+
+template <class Steps>
+constexpr ScreenKernel kKernel = {shared_bytes, scratch_bytes<Steps>, num_items,
+                                  run<Steps>,   reads,                pack<Steps>};
+
+}  // namespace
+
+const ScreenKernel* screen(int32_t dtype) {
+  if (dtype == kFloat32) return &kKernel<FloatSteps>;
+  if (dtype == kBFloat16) return &kKernel<BFloat16Steps>;
+  return nullptr;
+}
+
+#else
+
+// Without products of bytes a screen costs what it spares.
+const ScreenKernel* screen(int32_t) { return nullptr; }
+
+#endif
+
+}  // namespace vllm_cpu::VLLM_ISA
