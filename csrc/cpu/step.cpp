@@ -29,7 +29,7 @@ struct AttentionPlan {
   bool fits(const AttentionArgs& a, const AttentionKernel* k) const {
     const AttentionArgs& b = *like;
     return k == kernel && a.block_table == b.block_table &&
-           a.seq_lens == b.seq_lens && a.pages.num_heads == b.pages.num_heads &&
+           a.query_start_loc == b.query_start_loc && a.seq_lens == b.seq_lens && a.pages.num_heads == b.pages.num_heads &&
            a.pages.block_size == b.pages.block_size &&
            a.pages.num_blocks == b.pages.num_blocks &&
            a.num_query_heads == b.num_query_heads && a.query.size == b.query.size &&
@@ -215,16 +215,28 @@ class StepRunner : public PhaseRunner {
     return {};
   }
 
+  // query_start_loc of as many requests with one query.
+  const int32_t* one_query_each(int32_t requests) {
+    while (counted_.size() <= static_cast<size_t>(requests)) {
+      counted_.push_back(static_cast<int32_t>(counted_.size()));
+    }
+    return counted_.data();
+  }
+
   Failure prepare_attention(int32_t i) {
     AttentionArgs& a = *static_cast<AttentionArgs*>(ops_[i].args);
     const StepBatch& batch = in_.batches[ops_[i].group];
-    a.query_start_loc = batch.query_start_loc;
+    const bool only_last = ops_[i].tokens != kAllTokens;
+    const auto rows = static_cast<int32_t>(rows_of(ops_[i]));
+    if (only_last && rows == 0) return {};
+    if (only_last && rows != batch.num_requests) return {kBadQueryStartLoc, i};
+    a.query_start_loc = only_last ? one_query_each(rows) : batch.query_start_loc;
     a.seq_lens = batch.seq_lens;
     a.block_table = batch.block_table;
     a.block_table_stride = batch.block_table_stride;
     a.block_table_width = batch.block_table_width;
     a.num_requests = batch.num_requests;
-    a.num_tokens = in_.num_tokens;
+    a.num_tokens = rows;
     const AttentionKernel* const kernel =
         kernels_.attention(a.cell_format, a.query.dtype);
     if (kernel == nullptr) return {kUnsupported, i};
@@ -249,7 +261,8 @@ class StepRunner : public PhaseRunner {
     ExpertsArgs& a = *static_cast<ExpertsArgs*>(ops_[i].args);
     const ExpertsKernel* const kernel = kernels_.experts(a.dtype);
     if (kernel == nullptr) return {kUnsupported, i};
-    a.num_tokens = in_.num_tokens * ops_[i].heads;
+    a.num_tokens = static_cast<int32_t>(rows_of(ops_[i])) * ops_[i].heads;
+    if (a.num_tokens == 0) return {};
     shared_bytes_ = std::max(shared_bytes_, kernel->shared_bytes(a));
     need(kernel->scratch_bytes(a));
     for (int32_t part = 0; part < kernel->num_parts(a); ++part) add_phase(i, -1, part);
@@ -346,6 +359,7 @@ class StepRunner : public PhaseRunner {
   int64_t shared_bytes_ = 0;
   std::vector<Phase> phases_;
   std::vector<AttentionPlan> plans_;
+  std::vector<int32_t> counted_;  // 0, 1, 2, … once it is asked for
   std::unique_ptr<uint8_t> shared_;
 };
 

@@ -37,6 +37,10 @@ enum StepKind : int32_t {
 };
 
 // What `mode` says.
+enum PickMode : int32_t {
+  kPickWanted = 0,
+  kPicked = 1,        // x has nothing but rows that are wanted
+};
 enum NormMode : int32_t {
   kNormRounded = 0,  // rounded to the type, then times weight
   kNormWhole = 1,    // times weight, then rounded
@@ -54,7 +58,7 @@ enum GateMode : int32_t { kGateSilu = 0, kGateGelu = 1, kGateGeluTanh = 2 };
 // For which tokens of the step an operation is.
 enum StepTokens : int32_t {
   kAllTokens = 0,
-  kWanted,        // those whose logits or tokens are wanted
+  kWanted,        // those whose logits or tokens are wanted; attention: their queries
   kWantedLogits,  // those, in steps that need logits
   kWantedTokens,  // those, in steps that need nothing but the most likely tokens
 };
@@ -119,7 +123,7 @@ struct StepBatch {
 struct StepInputs {
   const int64_t* token_ids;        // [num_tokens]
   const int64_t* positions;        // [num_tokens]
-  const int32_t* wanted;           // [num_wanted]: tokens
+  const int32_t* wanted;           // [num_wanted]: the last token of every request, or none
   const StepBatch* batches;
   int32_t num_tokens;
   int32_t num_wanted;

@@ -233,7 +233,8 @@ void soft_cap(const StepOp& op, int64_t row) {
 template <int kType>
 void pick(const StepOp& op, const StepInputs& in, int64_t row) {
   using E = Elements<kType>;
-  const uint8_t* const x = E::at(op.x, in.wanted[row], 0);
+  const int64_t from = op.mode == kPicked ? row : in.wanted[row];
+  const uint8_t* const x = E::at(op.x, from, 0);
   uint8_t* const out = E::at(op.out, row, 0);
   each(op.size, [&](int64_t i, int n) { E::store_n(out, i, E::load_n(x, i, n), n); });
 }

@@ -66,8 +66,8 @@ def compared(llm: LLM) -> Iterator[list[tuple[int, int, float]]]:
         expected = runner._compute_logits(eager[torch.from_numpy(step.last_tokens)])
         runner.keeps_logits = True
         hidden, planned = inner(step)
+        assert hidden is None, "nobody asked for every token"
         assert planned is not None
-        assert hidden.shape == eager.shape
         logits = planned.logits.float()
         assert logits.shape == expected.shape
         error = (logits - expected.float()).abs().max()
@@ -128,6 +128,56 @@ def test_greedy_tokens_equal_eager_ones(folders, family: str, batch: int) -> Non
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_do_not_depend_on_tokens_that_are_left_out_at_the_end(
+    folders, family: str, dtype: str
+) -> None:
+    """What comes after the last store is for tokens whose logits are wanted."""
+    how = {"dtype": dtype, "max_num_batched_tokens": 24, "max_num_seqs": 8}
+    with engine(folders[family], **how) as llm:
+        runner, sizes = runner_of(llm), []
+        plan, inner = runner.plan, runner._run_model
+        assert plan.program.short
+
+        def both(step: Any) -> Any:
+            last = step.last_tokens
+            whole = plan.run(step, last, only_tokens=False, every_token=True)
+            assert whole.hidden.shape[0] == step.num_tokens
+            expected = whole.logits.clone()
+            none = plan.run(step, last[:0], only_tokens=True, every_token=False)
+            assert none.likeliest.shape == (0,)
+            short = plan.run(step, last, only_tokens=False, every_token=False)
+            assert torch.equal(short.logits, expected)
+            sizes.append((step.num_tokens, step.num_reqs))
+            return inner(step)
+
+        runner._run_model = both
+        greedy(llm, prompts(4), 4)
+        del runner._run_model
+    assert any(tokens > requests > 1 for tokens, requests in sizes)
+
+
+def test_prompt_logprobs_are_those_of_an_eager_engine(folders) -> None:
+    asked = [TokensPrompt(prompt_token_ids=p) for p in prompts(3)]
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+
+    def found(**how: Any) -> list[float]:
+        with engine(folders["gemma3"], max_num_batched_tokens=24, **how) as llm:
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            greedy(llm, prompts(2), 3)  # and then nobody wants them any more
+        return [
+            entry.logprob
+            for output in outputs
+            for entries in (output.prompt_logprobs or [])[1:]
+            for entry in entries.values()
+        ]
+
+    expected = found(enforce_eager=True)
+    assert len(expected) > 30
+    assert found() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_requests_that_need_logits_get_the_tokens_of_those_that_do_not(
     folders, dtype: str
 ) -> None:
@@ -176,9 +226,9 @@ def logits_by_threads(
     found: dict[int, list[torch.Tensor]] = {}
     inner = runner.plan.run
 
-    def noted(step: Any, wanted: Any, only_tokens: bool) -> Any:
-        assert only_tokens
-        planned = inner(step, wanted, False)
+    def noted(step: Any, wanted: Any, **how: bool) -> Any:
+        assert how == {"only_tokens": True, "every_token": False}
+        planned = inner(step, wanted, only_tokens=False, every_token=False)
         found.setdefault(torch.get_num_threads(), []).append(planned.logits.clone())
         return planned
 

@@ -144,6 +144,11 @@ def test_bits_do_not_depend_on_a_long_query_in_the_step(folders) -> None:
     assert torch.equal(alone[0], beside[1])
 
 
+def test_queries_that_are_expanded_keep_every_token(folders) -> None:
+    with engine(folders["v3-real-latent"]) as llm:
+        assert not runner_of(llm).plan.program.short
+
+
 def test_latents_without_a_kernel_run_eager_and_say_why(folders, tmp_path) -> None:
     folder = saved(deepseek_model("v2", changes={"qk_rope_head_dim": 16}), tmp_path)
     tiny_tokenizer().save_pretrained(folder)
@@ -176,9 +181,9 @@ def test_bits_do_not_depend_on_threads(folders, name: str) -> None:
         runner, logits = runner_of(llm), {}
         inner = runner.plan.run
 
-        def noted(step: Any, wanted: Any, only_tokens: bool) -> Any:
-            assert only_tokens
-            found = inner(step, wanted, False)
+        def noted(step: Any, wanted: Any, **how: bool) -> Any:
+            assert how["only_tokens"]
+            found = inner(step, wanted, only_tokens=False, every_token=False)
             logits.setdefault(torch.get_num_threads(), []).append(found.logits.clone())
             return found
 

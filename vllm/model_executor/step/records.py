@@ -20,6 +20,7 @@ KINDS = (
     *("soft cap", "pick", "route", "experts", "head linear", "copy", "hadamard"),
     *("widen", "scale", "spread", "sum heads", "largest", "likeliest"),
 )
+PICK_WANTED, PICKED = 0, 1
 NORM_ROUNDED, NORM_WHOLE = 0, 1
 ROTATE_HALVES, ROTATE_PAIRS = 0, 1
 SIGNS_FIRST, SIGNS_LAST = 0, 1

@@ -152,7 +152,8 @@ class Slot(Traced):
         return records.StepRows(self.trace.address(self), self.stride)
 
     def address_of_buffer(self) -> int:
-        return round_up(self.trace.memory.data_ptr(), _LINE) + self.buffer.offset
+        buffer = self.trace.stand_ins.get(id(self.buffer), self.buffer)
+        return round_up(self.trace.memory.data_ptr(), _LINE) + buffer.offset
 
     def _check_touching(self) -> None:
         if self.heads > 1 and self.head_stride != self.size:
@@ -204,14 +205,20 @@ class Detour:
 
 
 @dataclass(eq=False)
-class _Op:
+class Operation:
     """One operation: what it reads and writes, and how its record is made once memory
-    is given out. What `make` returns besides the record must be kept alive."""
+    is given out. What `make` returns besides the record must be kept alive.
+
+    `stand_ins`: by id of a buffer, the one that takes its place in this operation.
+    """
 
     kind: int
     make: Callable[[], tuple[records.StepOp, Any]]
+    reads: Sequence[Slot] = ()
+    writes: Sequence[Slot] = ()
     keep: Any = None
     settings: dict[str, Any] = field(default_factory=dict)
+    stand_ins: dict[int, Buffer] = field(default_factory=dict)
 
 
 class StepTrace:
@@ -234,10 +241,11 @@ class StepTrace:
         self.group_of = group_of
         self.detours: list[Detour] = []
         self.copied_bytes = 0  # of weights that the plan holds besides the model
-        self.ops: list[_Op] = []
+        self.ops: list[Operation] = []
         self.token_ids, self.positions = TokenIds(self), Positions(self)
-        self._buffers: list[Buffer] = []
-        self._produced: dict[int, _Op] = {}  # by id of the slot's buffer
+        self.buffers: list[Buffer] = []
+        self.stand_ins: dict[int, Buffer] = {}  # of the operation that is being made
+        self._produced: dict[int, Operation] = {}  # by id of the slot's buffer
         self._kept: list[Any] = []
         self.memory = torch.empty(0, dtype=torch.uint8)
 
@@ -265,7 +273,7 @@ class StepTrace:
         now = len(self.ops)
         rows = self.max_wanted if wanted else self.max_tokens
         buffer = Buffer(row_bytes, rows, now, now)
-        self._buffers.append(buffer)
+        self.buffers.append(buffer)
         return Slot(
             trace=self,
             buffer=buffer,
@@ -302,7 +310,7 @@ class StepTrace:
             )
             return op, (args, keep)
 
-        op = _Op(kind, record, keep)
+        op = Operation(kind, record, reads, writes, keep)
         self.ops.append(op)
         for slot in (*reads, *writes):
             slot.buffer.last = now
@@ -350,14 +358,16 @@ class StepTrace:
         time. `kept` can be read after the step."""
         for slot in kept:
             slot.buffer.last = len(self.ops)
-        total = _place(self._buffers)
+        total = _place(self.buffers)
         self.memory = torch.empty(total + _LINE, dtype=torch.uint8)
         table = (records.StepOp * len(self.ops))()
         for i, op in enumerate(self.ops):
+            self.stand_ins = op.stand_ins
             table[i], keep = op.make()
             for name, value in op.settings.items():
                 setattr(table[i], name, value)
             self._kept.append(keep)
+        self.stand_ins = {}
         return table
 
     def address(self, slot: Slot) -> int:

@@ -377,9 +377,9 @@ class GPUModelRunner:
 
     def _forward(
         self, scheduled: SchedulerOutput, step: StepInputs
-    ) -> tuple[torch.Tensor, PlannedOutput | None, KVConnectorOutput | None]:
-        """Hidden states [T, d] of the step, what a plan made of every request's last
-        token, and what a connector did meanwhile."""
+    ) -> tuple[torch.Tensor | None, PlannedOutput | None, KVConnectorOutput | None]:
+        """Hidden states [T, d] of the step where they are needed, what a plan made of
+        every request's last token, and what a connector did meanwhile."""
         with set_forward_context(
             step.attn_metadata, self.vllm_config, slot_mapping=step.slot_mapping
         ) as context:
@@ -390,7 +390,9 @@ class GPUModelRunner:
                 hidden, planned = self._run_model(step)
         return hidden, planned, transfers
 
-    def _run_model(self, step: StepInputs) -> tuple[torch.Tensor, PlannedOutput | None]:
+    def _run_model(
+        self, step: StepInputs
+    ) -> tuple[torch.Tensor | None, PlannedOutput | None]:
         """Captured or planned where that is possible, else eager. Only a plan goes on
         to logits, or to tokens where nothing else is needed."""
         hidden = None if self.graphs is None else self.graphs.run(step)
@@ -399,18 +401,28 @@ class GPUModelRunner:
         if self.plan is None:
             return self.model(step.input_ids, step.positions), None
         with self.connector.around_layers() if self.connector else nullcontext():
-            planned = self.plan.run(step, step.last_tokens, not self._needs_logits())
+            planned = self._run_plan(self.plan, step)
         return planned.hidden, planned
 
-    def _needs_logits(self) -> bool:
-        return self.keeps_logits or self.input_batch.sampling_metadata.needs_logits()
+    def _run_plan(self, plan: StepPlan, step: StepInputs) -> PlannedOutput:
+        """Nothing is computed that nobody asks for."""
+        metadata = self.input_batch.sampling_metadata
+        wanted = step.last_tokens
+        if not step.samples.any():
+            wanted = wanted[:0]
+        return plan.run(
+            step,
+            wanted,
+            only_tokens=not (self.keeps_logits or metadata.needs_logits()),
+            every_token=self.prompt_logprobs.pending,
+        )
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.compute_logits(hidden)
 
     def _sample(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         planned: PlannedOutput | None,
         step: StepInputs,
         prompt_logprobs: dict[str, LogprobsTensors | None],
@@ -428,6 +440,7 @@ class GPUModelRunner:
         if rows.size == 0:
             return output
         if planned is None:
+            assert hidden is not None  # an eager step has them all
             last = torch.from_numpy(step.last_tokens).to(self.device)
             sampled = self._run_sampler(self._compute_logits(hidden[last]), None, step)
         else:

@@ -40,18 +40,25 @@ class PromptLogprobs:
         """Forgets a finished request."""
         self._wanted.pop(req_id, None)
 
+    @property
+    def pending(self) -> bool:
+        """Whether a request may still want hidden states of its prompt."""
+        return bool(self._wanted)
+
     def collect(
         self,
-        hidden: torch.Tensor,
+        hidden: torch.Tensor | None,
         step: StepInputs,
         batch: InputBatch,
         requests: dict[str, CachedRequestState],
     ) -> dict[str, LogprobsTensors | None]:
         """Adds this step's positions; returns, once, what is complete, by request.
 
-        `hidden` [T, d] are the step's hidden states.
+        `hidden` [T, d] are the step's hidden states, None where nothing is `pending`.
         """
         done: dict[str, LogprobsTensors | None] = {}
+        if hidden is None:
+            return done
         for req_id in list(self._wanted):
             row = batch.req_id_to_index.get(req_id)
             if row is None:

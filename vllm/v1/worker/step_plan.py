@@ -7,21 +7,15 @@ traced from the model (`model_executor.step`); refuses to know what they are.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
 from vllm.logger import init_logger
-from vllm.model_executor.step import (
-    Detour,
-    NotPlanned,
-    Slot,
-    StepTrace,
-    head_ops,
-    ops,
-    records,
-)
+from vllm.model_executor.step import Detour, NotPlanned, StepTrace, records
+from vllm.model_executor.step.program import Program, trace_program
 from vllm.utils.mem_utils import format_bytes
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.worker.input_prep import StepInputs
@@ -34,11 +28,12 @@ logger = init_logger(__name__)
 class PlannedOutput:
     """What a step leaves behind; the next one overwrites it.
 
-    hidden: [T, d]. logits: [W, vocabulary] of the wanted tokens, None where only the
-    most likely tokens, `likeliest` int64 [W], were asked for.
+    hidden: [T, d] of all tokens, None where these were not asked for. logits:
+    [W, vocabulary] of the wanted tokens, None where only the most likely tokens,
+    `likeliest` int64 [W], were.
     """
 
-    hidden: torch.Tensor
+    hidden: torch.Tensor | None
     logits: torch.Tensor | None
     likeliest: torch.Tensor
 
@@ -66,38 +61,37 @@ class StepPlan:
         group_of = {name: i for i, g in enumerate(flat) for name in g.layer_names}
         self._layers = [group.layer_names[0] for group in flat]  # one for each batch
         self._batches = (records.StepBatch * len(flat))()
-        trace = StepTrace(dtype, max_tokens, max_reqs, group_of)
-        hidden = model(trace.token_ids, trace.positions)
-        logits, largest = self._trace_head(model, trace, hidden)
-        self._ops = trace.finish([hidden, logits, largest])
-        self._hidden, self._logits = trace.tensor(hidden), trace.tensor(logits)
-        self._largest = trace.tensor(largest).squeeze(1)
-        self.trace = trace
-        self.num_ops = len(self._ops)
+        self._trace = partial(
+            trace_program, model, dtype, max_tokens, max_reqs, group_of
+        )
+        self.program = self._trace(short=True)
+        self._whole = None if self.program.short else self.program
 
-    def _trace_head(
-        self, model: nn.Module, trace: StepTrace, hidden: Slot
-    ) -> tuple[Slot, Slot]:
-        """Slots of the logits, and of the most likely tokens. Where a screen finds
-        these faster, steps that need nothing else compute no logits."""
-        picked, head = ops.pick(hidden), len(trace.ops)
-        logits = model.compute_logits(picked)
-        screen = head_ops.screen_of(logits)
-        largest = head_ops.largest(logits)
-        self.screen_bytes = 0
-        if screen is not None:
-            self.screen_bytes = screen.num_bytes
-            trace.restrict(head, records.WANTED_LOGITS)
-            screened = len(trace.ops)
-            head_ops.likeliest(picked, screen, largest)
-            trace.restrict(screened, records.WANTED_TOKENS)
-        return logits, largest
+    @property
+    def trace(self) -> StepTrace:
+        """Of the program that steps take where nobody asks for every token."""
+        return self.program.trace
+
+    def _program(self, every_token: bool) -> Program:
+        """The one that ends with every token is traced when it is asked for."""
+        if not every_token:
+            return self.program
+        if self._whole is None:
+            self._whole = self._trace(short=False, screen=self.program.screen)
+        return self._whole
 
     def run(
-        self, step: StepInputs, wanted: np.ndarray, only_tokens: bool
+        self,
+        step: StepInputs,
+        wanted: np.ndarray,
+        *,
+        only_tokens: bool,
+        every_token: bool,
     ) -> PlannedOutput:
-        """Computes the step. `wanted`: int32 [W], whose logits or tokens are wanted;
-        with `only_tokens` nothing but their most likely ones."""
+        """Computes the step. `wanted`: int32 [W], the last tokens of all requests, or
+        none. `only_tokens`: nothing but their most likely successors is needed;
+        `every_token`: hidden states of all tokens are."""
+        program = self._program(every_token)
         for i, name in enumerate(self._layers):
             metadata = step.attn_metadata[name]
             self._batches[i] = records.StepBatch(
@@ -120,25 +114,25 @@ class StepPlan:
             len(self._layers),
             only_tokens,
         )
-        begin, detours = 0, self._detours(step)
+        begin, detours = 0, self._detours(program, step)
         short = self._only_short_queries(step, detours)
         for group, seq_lens in short.items():
             self._batches[group].seq_lens = seq_lens.data_ptr()
         for detour in detours:
-            self._call(begin, detour.at, inputs)
-            x, out = self.trace.tensor(detour.x), self.trace.tensor(detour.out)
+            self._call(program, begin, detour.at, inputs)
+            x, out = program.trace.tensor(detour.x), program.trace.tensor(detour.out)
             detour.compute(x[:tokens], out[:tokens])
             begin = detour.at
-        self._call(begin, self.num_ops, inputs)
+        self._call(program, begin, len(program.ops), inputs)
         return PlannedOutput(
-            hidden=self._hidden[:tokens],
-            logits=None if only_tokens else self._logits[: len(wanted)],
-            likeliest=self._largest[: len(wanted)],
+            hidden=program.hidden[:tokens] if every_token else None,
+            logits=None if only_tokens else program.logits[: len(wanted)],
+            likeliest=program.likeliest[: len(wanted)],
         )
 
-    def _detours(self, step: StepInputs) -> list[Detour]:
+    def _detours(self, program: Program, step: StepInputs) -> list[Detour]:
         """Those that the longest query of the step makes necessary."""
-        detours = self.trace.detours
+        detours = program.trace.detours
         if not detours or step.num_tokens <= min(d.up_to for d in detours):
             return []
         longest = int(np.diff(step.query_start).max())
@@ -156,11 +150,13 @@ class StepPlan:
             lengths[group] = metadata.seq_lens.masked_fill(is_long, 0)
         return lengths
 
-    def _call(self, begin: int, end: int, inputs: records.StepInputs) -> None:
+    def _call(
+        self, program: Program, begin: int, end: int, inputs: records.StepInputs
+    ) -> None:
         """Runs operations [begin, end)."""
         if begin == end:
             return
-        result = self._function(self._ops[begin], end - begin, inputs)
+        result = self._function(program.ops[begin], end - begin, inputs)
         if result:
             records.raise_for(result)
 
@@ -186,12 +182,13 @@ def make_step_plan(
     except NotPlanned as reason:
         logger.info("Steps run eager, without a plan: %s", reason)
         return None
+    program = plan.program
     logger.info(
         "Steps are planned: %d operations in one call, %s of buffers, %s of weights "
         "packed once more, %s to find greedy tokens without logits",
-        plan.num_ops,
-        format_bytes(plan.trace.memory.numel()),
-        format_bytes(plan.trace.copied_bytes),
-        format_bytes(plan.screen_bytes),
+        len(program.ops),
+        format_bytes(program.trace.memory.numel()),
+        format_bytes(program.trace.copied_bytes),
+        format_bytes(0 if program.screen is None else program.screen.num_bytes),
     )
     return plan
