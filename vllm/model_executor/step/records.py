@@ -25,7 +25,7 @@ ROTATE_HALVES, ROTATE_PAIRS = 0, 1
 SIGNS_FIRST, SIGNS_LAST = 0, 1
 GATE_SILU, GATE_GELU, GATE_GELU_TANH = 0, 1, 2
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _STATUS = {
     7: "token {} of the step is outside the vocabulary",
     8: "token {} of the step lies beyond the table of its positions",
