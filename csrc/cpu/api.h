@@ -16,6 +16,9 @@ using vllm_common::kBFloat16;
 using vllm_common::kFloat16;
 using vllm_common::kFloat32;
 
+// Internal linkage: units of every instruction set keep copies of their own.
+static constexpr int dtype_bytes(int dtype) { return dtype == kFloat32 ? 4 : 2; }
+
 // What one cell of the cache holds. The first three equal their DType.
 enum CellFormat : int32_t {
   kCellsFloat32 = 0,

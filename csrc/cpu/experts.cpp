@@ -246,6 +246,7 @@ constexpr ExpertsKernel kKernel = {shared_bytes<Steps>, scratch_bytes, num_parts
 
 const ExpertsKernel* experts(int32_t dtype) {
   if (dtype == kFloat32) return &kKernel<FloatSteps>;
+  if (dtype == kFloat16) return &kKernel<Float16Steps>;
   if (dtype == kBFloat16) return &kKernel<BFloat16Steps>;
   return nullptr;
 }

@@ -33,7 +33,7 @@ struct ExpertsArgs {
   int32_t num_experts;
   int32_t hidden;
   int32_t intermediate;
-  int32_t dtype;         // of out, x and both weights: kFloat32 or kBFloat16
+  int32_t dtype;         // of out, x and both weights
   int32_t activation;
   float alpha;
   float limit;

@@ -162,13 +162,9 @@ void run_row(const StepOp& op, const StepInputs& in, int64_t row) {
 }  // namespace
 
 void head_rows(const StepOp& op, const StepInputs& in, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    if (op.dtype == kFloat32) {
-      run_row<kFloat32>(op, in, row);
-    } else {
-      run_row<kBFloat16>(op, in, row);
-    }
-  }
+  with_type(op.dtype, [&](auto type) {
+    for (int64_t row = begin; row < end; ++row) run_row<type.kValue>(op, in, row);
+  });
 }
 
 }  // namespace vllm_cpu::VLLM_ISA

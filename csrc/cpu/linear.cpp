@@ -136,6 +136,7 @@ constexpr LinearKernel kKernel = {scratch_bytes<Steps>, num_items<Steps>, run<St
 
 const LinearKernel* linear(int32_t dtype) {
   if (dtype == kFloat32) return &kKernel<FloatSteps>;
+  if (dtype == kFloat16) return &kKernel<Float16Steps>;
   if (dtype == kBFloat16) return &kKernel<BFloat16Steps>;
   return nullptr;
 }

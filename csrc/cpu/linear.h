@@ -10,7 +10,7 @@ namespace vllm_cpu {
 struct Stretch;
 
 // A weight [outputs, inputs] is cut into panels of kPanel outputs. A panel is stored
-// step by step: of each output one 32-bit unit, a float or two bf16 that follow each
+// step by step: of each output one 32-bit unit, a float or two of 16 bits that follow each
 // other in the row. What is missing to whole units and panels is 0.
 constexpr int kPanel = 32;
 
@@ -24,7 +24,7 @@ struct LinearArgs {
   int32_t num_rows;
   int32_t inputs;
   int32_t outputs;
-  int32_t dtype;           // of out, x and the weight: kFloat32 or kBFloat16
+  int32_t dtype;           // of out, x and the weight
 };
 
 // Linear layers of one instruction set, for one type. Work is cut into items: a block of

@@ -1,9 +1,10 @@
 // Products with packed weights, a panel at a time, written once for every type.
 //
 // A weight is cut into panels of kPanel outputs. A panel is stored step by step: of each
-// output one 32-bit unit, a float or two bf16 that follow each other in the row. What
-// is missing to whole units and panels is 0. A sum is fp32 and runs over the steps in
-// order, whatever else is computed: a row's bits depend on nothing else in the batch.
+// output one 32-bit unit: a float, or two bf16 or float16 that follow each other in the
+// row. What is missing to whole units and panels is 0. A sum is fp32 and runs over the
+// steps in order, whatever else is computed: a row's bits depend on nothing else in the
+// batch.
 #pragma once
 
 #include "linear.h"
@@ -74,6 +75,34 @@ struct BFloat16Steps {
   }
 };
 #endif
+
+// Rows stay fp32 on every instruction set: products are exact. Where there are no
+// instructions to widen with, doing it for every row costs more than sums that do not fit
+// into registers.
+struct Float16Steps {
+  static constexpr int kDType = kFloat16;
+  static constexpr int kElems = 2;
+  static constexpr int kWords = 2;
+  static constexpr int kRowDType = kFloat32;
+  static constexpr int kMaxRows = kLanes == 16 ? 8 : kLanes == 8 ? 3 : 4;
+  struct Column {
+    F low, high;
+  };
+  VLLM_INLINE Column column(const uint32_t* p) {
+    Column halves;
+    split_f16(u_load(p), halves.low, halves.high);
+    return halves;
+  }
+  VLLM_INLINE F dot(F acc, const Column& c, const uint32_t* a) {
+    acc = fma(c.low, as_float(u_set1(a[0])), acc);
+    return fma(c.high, as_float(u_set1(a[1])), acc);
+  }
+  VLLM_INLINE F element(U units, int which) {
+    F low, high;
+    split_f16(units, low, high);
+    return which == 0 ? low : high;
+  }
+};
 
 // A row's 32-bit words; rows lie whole lines apart.
 template <class Steps>

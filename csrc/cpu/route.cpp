@@ -12,16 +12,20 @@ namespace {
 constexpr float kMinSum = 1e-20f;  // keeps the sum of weights above 0
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
-void scores_of(const RouteArgs& a, const void* logits, int32_t dtype, float* scores) {
-  for (int32_t e = 0; e < a.num_experts; ++e) {
-    if (dtype == kFloat32) {
-      scores[e] = static_cast<const float*>(logits)[e];
-    } else {
-      const uint32_t bits =
-          static_cast<uint32_t>(static_cast<const uint16_t*>(logits)[e]) << 16;
-      memcpy(&scores[e], &bits, sizeof bits);
-    }
+void widen(const void* logits, int32_t dtype, int32_t count, float* to) {
+  const auto* const halves = static_cast<const uint16_t*>(logits);
+  switch (dtype) {
+    case kFloat32: memcpy(to, logits, count * sizeof(float)); return;
+    case kFloat16:
+      for (int32_t e = 0; e < count; ++e) to[e] = vllm_common::f16_value(halves[e]);
+      return;
+    default:
+      for (int32_t e = 0; e < count; ++e) to[e] = vllm_common::bf16_value(halves[e]);
   }
+}
+
+void scores_of(const RouteArgs& a, const void* logits, int32_t dtype, float* scores) {
+  widen(logits, dtype, a.num_experts, scores);
   if (a.sigmoid) {
     for (int32_t e = 0; e < a.num_experts; ++e) {
       scores[e] = 1.f / (1.f + std::exp(-scores[e]));

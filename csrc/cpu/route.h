@@ -5,7 +5,7 @@
 
 namespace vllm_cpu {
 
-// `logits`: [num_experts] of `dtype` (kFloat32 or kBFloat16), of row `row`. `scratch`:
+// `logits`: [num_experts] of type `dtype`, of row `row`. `scratch`:
 // 4 * num_experts floats.
 void route_row(const RouteArgs& args, const void* logits, int32_t dtype, int64_t row,
                float* scratch);

@@ -273,7 +273,8 @@ void choose(const ScreenArgs& a, const Layout& s, int64_t row, uint32_t* words) 
   const bool whole = s.bounds()[row].whole;
   const float* const upper = s.upper(row);
   const float least = rounded<Steps::kDType>(largest_of(s.lower(row), s.panels));
-  const float far = least - __builtin_fabsf(least) * 0x1p-6f;  // whatever the rounding
+  // Below this whatever the rounding, subnormal float16 included.
+  const float far = least - __builtin_fabsf(least) * 0x1p-6f - 1e-6f;
   copy_row<Steps>(a.head, row, words);
   Choice choice;
   for (int64_t panel = 0; panel < s.panels; ++panel) {
@@ -398,6 +399,7 @@ constexpr ScreenKernel kKernel = {shared_bytes, scratch_bytes<Steps>, num_items,
 const ScreenKernel* screen(int32_t dtype) {
   if (dtype == kFloat32) return &kKernel<FloatSteps>;
   if (dtype == kBFloat16) return &kKernel<BFloat16Steps>;
+  if (dtype == kFloat16) return &kKernel<Float16Steps>;
   return nullptr;
 }
 

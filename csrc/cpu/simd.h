@@ -2,12 +2,14 @@
 //
 // Every simd_*.h offers the same names: `F` is a register of kLanes floats, `U` one of
 // kLanes 32-bit units. A unit is what one multiply-accumulate lane eats: one float or
-// two bf16. Everything lives in a namespace of its own per instruction set, so that the
-// linker never mixes code compiled with different flags. No standard headers with
-// inline functions are used below this line for the same reason.
+// two numbers of 16 bits. Everything lives in a namespace of its own per instruction set,
+// so that the linker never mixes code compiled with different flags. No standard headers
+// with inline functions are used below this line for the same reason.
 #pragma once
 
 #include <stdint.h>
+
+#include "api.h"
 
 #if defined(__AVX512BF16__)
 #define VLLM_ISA avx512
@@ -75,18 +77,31 @@ VLLM_INLINE F tanh(F x) {
 // `count` (at most kLanes) elements of one type as floats; the rest of the lanes are 0.
 template <int kDType>
 VLLM_INLINE F load_as_float(const void* p, int count = kLanes) {
-  if constexpr (kDType == 0) return load_f32(p, count);
-  if constexpr (kDType == 1) return load_f16(p, count);
-  if constexpr (kDType == 2) return load_bf16(p, count);
+  if constexpr (kDType == kFloat32) return load_f32(p, count);
+  if constexpr (kDType == kFloat16) return load_f16(p, count);
+  if constexpr (kDType == kBFloat16) return load_bf16(p, count);
 }
 
 template <int kDType>
 VLLM_INLINE void store_from_float(void* p, F x, int count = kLanes) {
-  if constexpr (kDType == 0) store_f32(p, x, count);
-  if constexpr (kDType == 1) store_f16(p, x, count);
-  if constexpr (kDType == 2) store_bf16(p, x, count);
+  if constexpr (kDType == kFloat32) store_f32(p, x, count);
+  if constexpr (kDType == kFloat16) store_f16(p, x, count);
+  if constexpr (kDType == kBFloat16) store_bf16(p, x, count);
 }
 
-constexpr int dtype_bytes(int dtype) { return dtype == 0 ? 4 : 2; }
+template <int kDType>
+struct TypeOf {
+  static constexpr int kValue = kDType;
+};
+
+// body(TypeOf<dtype>{}): the number of a type as a constant.
+template <class Body>
+VLLM_INLINE void with_type(int32_t dtype, const Body& body) {
+  switch (dtype) {
+    case kFloat32: return body(TypeOf<kFloat32>{});
+    case kFloat16: return body(TypeOf<kFloat16>{});
+    default: return body(TypeOf<kBFloat16>{});
+  }
+}
 
 }  // namespace vllm_cpu::VLLM_ISA

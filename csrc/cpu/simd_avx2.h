@@ -94,6 +94,7 @@ VLLM_INLINE F load_f32(const void* p, int count) {
 VLLM_INLINE F load_f16(const void* p, int count) {
   return _mm256_cvtph_ps(load_halves(p, count));
 }
+VLLM_INLINE F load_f16(const void* p) { return load_f16(p, kLanes); }
 VLLM_INLINE F load_bf16(const void* p, int count) {
   return as_float(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(p, count)), 16));
 }
@@ -104,6 +105,19 @@ VLLM_INLINE void store_f32(void* p, F x, int count) {
 }
 VLLM_INLINE void store_f16(void* p, F x, int count) {
   store_halves(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), count);
+}
+VLLM_INLINE void store_f16(void* p, F x) { store_f16(p, x, kLanes); }
+VLLM_INLINE F round_f16(F x) {
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+// The float16 in the low and in the high halves of units.
+VLLM_INLINE void split_f16(U units, F& low, F& high) {
+  const __m256i order = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  const __m256i parted =
+      _mm256_permute4x64_epi64(_mm256_shuffle_epi8(units, order), 0xd8);
+  low = _mm256_cvtph_ps(_mm256_castsi256_si128(parted));
+  high = _mm256_cvtph_ps(_mm256_extracti128_si256(parted, 1));
 }
 // Round to nearest even; NaN stays NaN.
 VLLM_INLINE void store_bf16(void* p, F x, int count) {

@@ -59,6 +59,9 @@ VLLM_INLINE F load_f32(const void* p, int count) {
 VLLM_INLINE F load_f16(const void* p, int count) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
 }
+VLLM_INLINE F load_f16(const void* p) {  // a whole register
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
+}
 VLLM_INLINE F load_bf16(const void* p, int count) {
   const __m256i half = _mm256_maskz_loadu_epi16(first_lanes(count), p);
   return as_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
@@ -69,6 +72,22 @@ VLLM_INLINE void store_f32(void* p, F x, int count) {
 VLLM_INLINE void store_f16(void* p, F x, int count) {
   _mm256_mask_storeu_epi16(p, first_lanes(count),
                            _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+VLLM_INLINE void store_f16(void* p, F x) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p),
+                      _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+VLLM_INLINE F round_f16(F x) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+// The float16 in the low and in the high halves of units.
+VLLM_INLINE void split_f16(U units, F& low, F& high) {
+  alignas(64) static const uint16_t kOrder[32] = {
+      0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+      1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+  const U parted = _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), units);
+  low = _mm512_cvtph_ps(_mm512_castsi512_si256(parted));
+  high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(parted, 1));
 }
 // Round to nearest even; NaN stays NaN. The instruction would flush subnormal numbers.
 VLLM_INLINE void store_bf16(void* p, F x, int count) {

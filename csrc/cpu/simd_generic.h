@@ -89,20 +89,26 @@ VLLM_INLINE void store_halves(void* p, U x, int count) {
 }
 
 // The exponent is moved by a multiplication, which also normalises subnormals.
+VLLM_INLINE F widen_f16(U high) {  // from the high half of each unit
+  const F size = as_float((high >> 3) & 0x0fffe000u) * set1(0x1p112f);
+  const U special = (U)(size >= set1(0x1p16f)) & 0x7f800000u;
+  return as_float((high & 0x80000000u) | special | as_units(size));
+}
 VLLM_INLINE F load_f16(const void* p, int count) {
-  const U half = load_halves(p, count);
-  const U sign = (half & 0x8000u) << 16;
-  const U magnitude = half & 0x7fffu;
-  const U scaled = as_units(as_float(magnitude << 13) * set1(0x1p112f));
-  const U special = (magnitude << 13) + ((255u - 31u) << 23);
-  return as_float(sign | (magnitude >= 0x7c00u ? special : scaled));
+  return widen_f16(load_halves(p, count) << 16);
+}
+VLLM_INLINE F load_f16(const void* p) { return load_f16(p, kLanes); }
+// The float16 in the low and in the high halves of units.
+VLLM_INLINE void split_f16(U units, F& low, F& high) {
+  low = widen_f16(units << 16);
+  high = widen_f16(units);
 }
 VLLM_INLINE F load_bf16(const void* p, int count) {
   return as_float(load_halves(p, count) << 16);
 }
 
 // Round to nearest even; overflow goes to infinity, NaN stays NaN.
-VLLM_INLINE void store_f16(void* p, F x, int count) {
+VLLM_INLINE U narrow_f16(F x) {
   const U bits = as_units(x);
   const U sign = (bits >> 16) & 0x8000u;
   const U magnitude = bits & 0x7fffffffu;
@@ -113,8 +119,13 @@ VLLM_INLINE void store_f16(void* p, F x, int count) {
   const U special = magnitude > 0x7f800000u ? u_set1(0x7e00u) : u_set1(0x7c00u);
   U half = magnitude < ((127u - 14u) << 23) ? small : normal;
   half = magnitude >= 0x477ff000u ? special : half;
-  store_halves(p, sign | half, count);
+  return sign | half;
 }
+VLLM_INLINE void store_f16(void* p, F x, int count) {
+  store_halves(p, narrow_f16(x), count);
+}
+VLLM_INLINE void store_f16(void* p, F x) { store_f16(p, x, kLanes); }
+VLLM_INLINE F round_f16(F x) { return widen_f16(narrow_f16(x) << 16); }
 VLLM_INLINE void store_bf16(void* p, F x, int count) {
   const U bits = as_units(x);
   const U high = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;

@@ -326,15 +326,14 @@ class StepRunner : public PhaseRunner {
       kernels_.store(a);
     } else if (op.kind == kStepRoute) {
       const RouteArgs& a = *static_cast<const RouteArgs*>(op.args);
-      const int64_t row_bytes = op.x.stride * (op.dtype == kFloat32 ? 4 : 2);
+      const int64_t row_bytes = op.x.stride * dtype_bytes(op.dtype);
       for (int64_t row = begin; row < end; ++row) {
         route_row(a, static_cast<const uint8_t*>(op.x.data) + row * row_bytes, op.dtype,
                   row, static_cast<float*>(scratch));
       }
     } else if (op.kind == kStepEmbed && op.args != nullptr) {
       LinearArgs a = *static_cast<const LinearArgs*>(op.args);
-      a.out = static_cast<uint8_t*>(a.out) +
-              begin * a.out_stride * (a.dtype == kFloat32 ? 4 : 2);
+      a.out = static_cast<uint8_t*>(a.out) + begin * a.out_stride * dtype_bytes(a.dtype);
       a.num_rows = static_cast<int32_t>(end - begin);
       kernels_.linear(a.dtype)->gather(a, in_.token_ids + begin, op.scale);
     } else if (op.kind >= kStepHeadLinear) {
@@ -346,7 +345,7 @@ class StepRunner : public PhaseRunner {
 
   static void* row_of(const Rows& rows, int64_t row) {
     return static_cast<uint8_t*>(rows.data) +
-           row * rows.token_stride * (rows.dtype == kFloat32 ? 4 : 2);
+           row * rows.token_stride * dtype_bytes(rows.dtype);
   }
 
   const StepOp* const ops_;

@@ -25,6 +25,8 @@ struct Elements {
     if (count < kLanes) return load_as_float<kType>(p + i * kBytes, count);
     if constexpr (kType == kFloat32) {
       return load(reinterpret_cast<const float*>(p) + i);
+    } else if constexpr (kType == kFloat16) {
+      return load_f16(p + i * kBytes);
     } else {
       Halves half;
       memcpy(&half, p + i * kBytes, sizeof half);
@@ -35,6 +37,8 @@ struct Elements {
     if (count < kLanes) return store_from_float<kType>(p + i * kBytes, x, count);
     if constexpr (kType == kFloat32) {
       store(reinterpret_cast<float*>(p) + i, x);
+    } else if constexpr (kType == kFloat16) {
+      store_f16(p + i * kBytes, x);
     } else {
       const Halves half = __builtin_convertvector(upper_half(x) >> 16, Halves);
       memcpy(p + i * kBytes, &half, sizeof half);
@@ -42,6 +46,7 @@ struct Elements {
   }
   VLLM_INLINE F rounded(F x) {
     if constexpr (kType == kFloat32) return x;
+    if constexpr (kType == kFloat16) return round_f16(x);
     return as_float((U)upper_half(x));
   }
   // Bits of the nearest bf16, ties to even; NaN stays NaN.
@@ -260,13 +265,9 @@ void run_row(const StepOp& op, const StepInputs& in, int64_t row) {
 }  // namespace
 
 void step_rows(const StepOp& op, const StepInputs& in, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end; ++row) {
-    if (op.dtype == kFloat32) {
-      run_row<kFloat32>(op, in, row);
-    } else {
-      run_row<kBFloat16>(op, in, row);
-    }
-  }
+  with_type(op.dtype, [&](auto type) {
+    for (int64_t row = begin; row < end; ++row) run_row<type.kValue>(op, in, row);
+  });
 }
 
 }  // namespace vllm_cpu::VLLM_ISA

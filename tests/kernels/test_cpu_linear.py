@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(
     not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
 )
 
-DTYPES = {torch.float32: 2e-6, torch.bfloat16: 8e-3}  # error of the largest output
+# Error of the largest output.
+DTYPES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 8e-3}
 SHAPES = [(1, 1), (32, 2), (33, 7), (70, 40), (96, 64), (256, 1025)]
 
 
@@ -54,6 +55,38 @@ def test_products_equal_torch(shape, rows: int, dtype: torch.dtype, biased) -> N
     assert error <= DTYPES[dtype]
 
 
+def every_half() -> torch.Tensor:
+    """All float16 but NaN: zeros, subnormals and infinities included."""
+    halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16)
+    return halves[~halves.isnan()]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+def test_every_float16_is_widened_exactly(first: bool) -> None:
+    """As weights, in both places of a unit, and as inputs."""
+    halves = every_half()
+    zeros = torch.zeros_like(halves)
+    pair = torch.stack([halves, zeros] if first else [zeros, halves], 1)
+    one = torch.tensor([[1.0, 0.0] if first else [0.0, 1.0]]).half()
+    products = PanelWeight(pair).linear(one, None)[0]
+    assert torch.equal(products, halves)
+    assert torch.equal(PanelWeight(one).linear(pair, None)[:, 0], halves)
+    assert PanelWeight(one * torch.nan).linear(pair[:40], None).isnan().all()
+
+
+def test_float16_sums_are_rounded_once_and_overflow_to_infinity() -> None:
+    """Of whole numbers, whose sums are exact: to the bit, up to beyond 65504."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-200, 200, (70, 45), generator=generator)
+    x = torch.randint(-200, 200, (50, 45), generator=generator)
+    x[::3] //= 30
+    expected = (x @ weight.T).double().half()
+    assert expected.isinf().any()
+    assert (expected.abs() > 2**11).any()
+    found = PanelWeight(weight.half()).linear(x.half(), None)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
     weight = PanelWeight(torch.randn(70, 90).to(dtype))
@@ -90,8 +123,8 @@ def test_inputs_may_be_strided_and_have_any_rank() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     weight = PanelWeight(torch.randn(8, 4))
-    with pytest.raises(ValueError, match=r"float16.*float32 or bfloat16"):
-        PanelWeight(torch.zeros(8, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match=r"float64.*float32, bfloat16 or float16"):
+        PanelWeight(torch.zeros(8, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"\(2, 5\)"):
         weight.linear(torch.zeros(2, 5), None)
     with pytest.raises(ValueError, match="bfloat16"):

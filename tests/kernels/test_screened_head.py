@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
 )
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (33, 7), (70, 40), (1000, 129), (4096, 576)]
 
 

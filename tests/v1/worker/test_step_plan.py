@@ -16,6 +16,7 @@ from tests.model_executor.families import FAMILIES, hf_model, saved
 from tests.tiny_model import tiny_tokenizer
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.step import NotPlanned, StepTrace
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.kv_formats import all_formats
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 # Largest difference of logits, relative to the largest logit. Two sums of float32
 # decide differently about a few codes of a packed cache: all that is left there.
-TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
+TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2}
 PACKED_TOLERANCE = 2e-2
 BATCHES = [1, 3, 8, 32]
 FORMATS = [fmt.name for fmt in all_formats() if not fmt.latent]
@@ -200,12 +201,13 @@ def test_requests_that_need_logits_get_the_tokens_of_those_that_do_not(
         assert [tokens(params) for params in ways] == [expected] * len(ways)
 
 
-def test_what_has_no_operation_runs_eager_and_says_why(folders) -> None:
-    with engine(folders["llama"], dtype="float16") as llm:
+def test_what_has_no_operation_runs_eager_and_says_why(folders, monkeypatch) -> None:
+    monkeypatch.delattr(SiluAndMul, "emit")
+    with engine(folders["llama"]) as llm:
         runner = runner_of(llm)
         assert runner.plan is None
-        with pytest.raises(NotPlanned, match=r"activations in torch\.float16"):
-            StepPlan(runner.model, torch.float16, 64, 8, runner.attn_groups)
+        with pytest.raises(NotPlanned, match="SiluAndMul has no operation"):
+            StepPlan(runner.model, torch.float32, 64, 8, runner.attn_groups)
 
 
 def test_functions_without_an_operation_are_refused_by_name() -> None:

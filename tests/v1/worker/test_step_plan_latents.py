@@ -160,15 +160,18 @@ def test_latents_without_a_kernel_run_eager_and_say_why(folders, tmp_path) -> No
 
 
 @pytest.mark.parametrize("isa", ["avx2", "generic"])
-@pytest.mark.parametrize("name", ["bfloat16", "int4_per_token_head", "fp8_ds_mla"])
-def test_older_instruction_sets_serve_too(folders, name: str, isa: str) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["auto", "int4_per_token_head", "fp8_ds_mla"])
+def test_older_instruction_sets_serve_too(folders, name, dtype, isa) -> None:
     try:
         cpu_kernels.choose_isa(isa)
     except ValueError as error:
         pytest.skip(str(error))
-    settings = {"dtype": "bfloat16", "kv_cache_dtype": name}
+    settings = {"dtype": dtype, "kv_cache_dtype": name}
     try:
-        assert worst(folders["v3-real-latent"], 3, **settings) <= TOLERANCE["bfloat16"]
+        found = worst(folders["v3-real-latent"], 3, **settings)
+        # A last bit more or less decides about codes of a packed latent.
+        assert found <= TOLERANCE[dtype if name == "auto" else "bfloat16"]
     finally:
         cpu_kernels.choose_isa(None)
 

@@ -1,8 +1,9 @@
 """Weights in panels for the CPU's own linear kernel.
 
-Knows the packing and the C ABI of `csrc/cpu/linear.h`. Serves float32 and bfloat16 on
-every instruction set. A sum runs over the inputs in order, so that a row's bits depend
-on nothing else in the batch, and reading a prompt gives what decoding it would.
+Knows the packing and the C ABI of `csrc/cpu/linear.h`. Serves float32, bfloat16
+and float16 on every instruction set. A sum runs over the inputs in order, so that a
+row's bits depend on nothing else in the batch, and reading a prompt gives what decoding
+it would.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from vllm.v1.attention.ops import cpu_kernels
 
 PANEL = 32  # outputs of a panel: `kPanel`
 # Elements per 32-bit unit, and the number of the type.
-_UNITS = {torch.float32: (1, 0), torch.bfloat16: (2, 2)}
+_UNITS = {torch.float32: (1, 0), torch.float16: (2, 1), torch.bfloat16: (2, 2)}
 
 _MEMORY = HugePages(cpu_kernels.advise_huge_pages)
 
@@ -53,7 +54,7 @@ class _Functions:
 
 
 class PanelWeight:
-    """A weight [N, K], float32 or bfloat16, as [N / 32, units of K, 32 units].
+    """A weight [N, K] in a type of `_UNITS`, as [N / 32, units of K, 32 units].
 
     N and K are filled up with zeros to whole panels and units.
     """
@@ -62,7 +63,7 @@ class PanelWeight:
         if weight.dtype not in _UNITS or weight.dim() != 2:
             raise ValueError(
                 f"the weight is {weight.dtype} of shape {tuple(weight.shape)}: "
-                "expected float32 or bfloat16 [outputs, inputs]"
+                "expected float32, bfloat16 or float16 [outputs, inputs]"
             )
         self.shape = weight.shape
         self.dtype = weight.dtype

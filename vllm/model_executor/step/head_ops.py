@@ -23,7 +23,7 @@ _MOST_TURNED = 1024  # elements of a block: `kMostTurned`
 class HeadWeights:
     """A weight [N, K] for every head, in panels, as `linear` of `panel_weight` has it.
 
-    weight: [heads, N, K], float32 or bfloat16; it is copied.
+    weight: [heads, N, K], in a type that panels hold; it is copied.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:

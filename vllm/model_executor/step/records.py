@@ -28,7 +28,7 @@ GATE_SILU, GATE_GELU, GATE_GELU_TANH = 0, 1, 2
 # For which tokens an operation is: `StepTokens`.
 ALL_TOKENS, WANTED, WANTED_LOGITS, WANTED_TOKENS = range(4)
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _STATUS = {
     7: "token {} of the step is outside the vocabulary",
     8: "token {} of the step lies beyond the table of its positions",

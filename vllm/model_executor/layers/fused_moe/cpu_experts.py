@@ -18,7 +18,7 @@ from vllm.v1.attention.ops import cpu_kernels
 
 PANEL = 32  # outputs of a panel: `kPanel`
 # Elements per 32-bit unit, and the number of the type.
-_UNITS = {torch.float32: (1, 0), torch.bfloat16: (2, 2)}
+_UNITS = {torch.float32: (1, 0), torch.float16: (2, 1), torch.bfloat16: (2, 2)}
 _LINE = 16  # units of a cache line
 _OUT_OF_MEMORY = 2
 _STATUS = {
@@ -75,7 +75,7 @@ def activation_of(act_fn: nn.Module) -> GatedActivation | None:
 
 
 class PackedMatrices:
-    """A stack of weights [E, N, K], float32 or bfloat16, in panels of `PANEL` outputs.
+    """A stack of weights [E, N, K], of a type in `_UNITS`, in panels of `PANEL` rows.
 
     `gated`: rows are N / 2 gates, then N / 2 ups, and a panel holds `PANEL` / 2 of each
     that go together. N and K are filled up with zeros.
@@ -85,7 +85,7 @@ class PackedMatrices:
         if weight.dtype not in _UNITS or weight.dim() != 3:
             raise ValueError(
                 f"experts' weights are {weight.dtype} of shape {tuple(weight.shape)}: "
-                "expected float32 or bfloat16 [experts, outputs, inputs]"
+                "expected float32, bfloat16 or float16 [experts, outputs, inputs]"
             )
         self.shape = weight.shape
         self.dtype = weight.dtype
@@ -153,7 +153,7 @@ class PackedExperts:
     """The weights of a layer's experts, ready for `moe_experts`.
 
     w13: [E, 2 * intermediate, hidden], gates first; w2: [E, hidden, intermediate], both
-    float32 or both bfloat16; biases [E, 2 * intermediate] and [E, hidden] or None.
+    in one type of `_UNITS`; biases [E, 2 * intermediate] and [E, hidden] or None.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ def moe_experts(
     contiguous; topk_weights: [T, k].
 
     Sums are fp32 and taken over experts in ascending order, so that a token's bits
-    depend on nothing else in the batch. With bfloat16 only the output is rounded, and
+    depend on nothing else in the batch. Only the output is rounded, and with bfloat16
     on AVX-512 the activations between the two products. ValueError for shapes, types
     and experts that do not fit.
     """

@@ -28,7 +28,7 @@ class Routing:
     Scores come from `scoring` ("softmax" or "sigmoid"). With `num_groups`, experts
     outside of the best `topk_groups` groups are left out; a group is as good as the sum
     of its best `scores_per_group`. `renormalize` makes weights sum to one before they
-    are multiplied by `scale`.
+    are multiplied by `scale`. Of equal ones the first is chosen.
     """
 
     top_k: int
@@ -57,7 +57,7 @@ class Routing:
         choice = scores if bias is None else scores + bias
         if self.num_groups is not None:
             choice = self._within_groups(choice, lowest=0.0 if bias is None else None)
-        experts = choice.topk(self.top_k, dim=-1, sorted=False).indices
+        experts = _largest(choice, self.top_k)
         weights = (choice if bias is None else scores).gather(1, experts)
         if self.renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + _MIN_SUM)
@@ -83,10 +83,16 @@ class Routing:
         (-inf if None)."""
         grouped = choice.unflatten(-1, (self.num_groups, -1))
         best = grouped.topk(self.scores_per_group, dim=-1).values.sum(-1)
-        chosen = best.topk(self.topk_groups or 1, dim=-1, sorted=False).indices
+        chosen = _largest(best, self.topk_groups or 1)
         kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
         fill = float("-inf") if lowest is None else lowest
         return grouped.masked_fill(~kept.unsqueeze(-1), fill).flatten(-2)
+
+
+def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of the last axis are largest; topk would choose any of equal ones."""
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :count].contiguous()
 
 
 def fused_topk(
