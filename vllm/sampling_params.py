@@ -16,6 +16,7 @@ _SAMPLING_EPS = 1e-5
 # Below this temperature logits overflow: lower ones are raised to it, but 0 is greedy.
 _MIN_TEMPERATURE = 1e-2
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1024  # each is tokenized twice while other requests wait
 
 
 class SamplingType(IntEnum):
@@ -187,7 +188,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
             _refuse(
                 "allowed_token_ids", self.allowed_token_ids, "at least one token id"
             )
-        if any(not word for word in self.bad_words or []):
+        words: Any = self.bad_words
+        if len(words) > MAX_BAD_WORDS:
+            raise VLLMValidationError(
+                f"bad_words must hold at most {MAX_BAD_WORDS} words, got {len(words):,}",
+                parameter="bad_words",
+                value=len(words),
+            )
+        if any(not isinstance(word, str) or not word for word in words):
             _refuse("bad_words", self.bad_words, "non-empty strings")
         if self.n > 1 and self.sampling_type == SamplingType.GREEDY:
             _refuse("n", self.n, "1 when temperature is 0 (greedy)")

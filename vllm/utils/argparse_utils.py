@@ -38,6 +38,15 @@ def number(text: str) -> float:
         ) from None
 
 
+def text(given: str) -> str:
+    """What argparse takes where nothing, as of an unset shell variable, is a mistake."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError(
+            f"{given!r}: expected text; leave the option out for its default"
+        )
+    return given
+
+
 def at_least(least: int, step: int = 1) -> Callable[[str], int]:
     """What argparse takes for a number of at least `least`, in steps of `step`."""
     kind = "an even number" if step == 2 else "a whole number"

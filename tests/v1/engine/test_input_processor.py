@@ -137,6 +137,28 @@ def test_bad_words_are_encoded_with_and_without_space(
     assert request.sampling_params.bad_words_token_ids == expected
 
 
+def test_bad_words_that_are_spelled_alike_are_encoded_once(
+    processor: InputProcessor,
+) -> None:
+    _, one = process(processor, [1], bad_words=["fox"])
+    _, many = process(processor, [1], bad_words=["fox", " fox", "fox"] * 300)
+    params = one.sampling_params, many.sampling_params
+    assert params[0].bad_words_token_ids == params[1].bad_words_token_ids
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["w"] * 100_000, "bad_words must hold at most 1024 words, got 100,000"),
+        (["a", ""], "expected non-empty strings"),
+        (["a", 5], "expected non-empty strings"),
+    ],
+)
+def test_bad_words_that_cannot_be_honoured_are_refused(words: list, expected) -> None:
+    with pytest.raises(ValueError, match=expected):
+        SamplingParams(bad_words=words)
+
+
 def test_text_logit_bias_keys_become_numbers(processor: InputProcessor) -> None:
     _, request = process(processor, [1], logit_bias={"7": 2})
     assert request.sampling_params.logit_bias == {7: 2.0}

@@ -203,7 +203,7 @@ def build_app(args: argparse.Namespace) -> FastAPI:
 
 def _install_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     """The last one added sees a request first."""
-    keys = [key for key in (args.api_key or []) if key]
+    keys = list(args.api_key or [])
     if not keys and envs.VLLM_API_KEY:
         keys = [envs.VLLM_API_KEY]
     app.add_middleware(LoadMiddleware, state=app.state)

@@ -3,7 +3,12 @@
 import argparse
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least, json_value
+from vllm.utils.argparse_utils import (
+    FlexibleArgumentParser,
+    at_least,
+    json_value,
+    text,
+)
 
 
 def add_server_args(parser: FlexibleArgumentParser) -> None:
@@ -13,7 +18,13 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
     add = group.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0: all)")
     add("--port", type=int, default=8000, help="port to listen on (0: any free one)")
-    add("--api-key", nargs="+", default=None, help="keys that /v1 requests must carry")
+    add(
+        "--api-key",
+        nargs="+",
+        type=text,
+        default=None,
+        help="keys that /v1 requests must carry",
+    )
     add("--allowed-origins", type=json_value, default=["*"], help="CORS origins, JSON")
     add("--allowed-methods", type=json_value, default=["*"], help="CORS methods, JSON")
     add("--allowed-headers", type=json_value, default=["*"], help="CORS headers, JSON")
@@ -71,7 +82,8 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
 
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """Adds the model, the server's options and the engine's."""
-    parser.add_argument("model_tag", nargs="?", default=None, help="model to serve")
-    parser.add_argument("--model", default=None, help="model to serve")
+    add = parser.add_argument
+    add("model_tag", nargs="?", type=text, default=None, help="model to serve")
+    add("--model", type=text, default=None, help="model to serve")
     add_server_args(parser)
     return AsyncEngineArgs.add_cli_args(parser)

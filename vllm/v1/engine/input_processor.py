@@ -280,14 +280,14 @@ class InputProcessor:
 
     def _encode_bad_words(self, words: list[str]) -> list[list[int]]:
         """Token sequences of each word, at the start of a text and behind a space."""
-        sequences: list[list[int]] = []
-        for word in words:
-            for spelling in (word.lstrip(), " " + word.lstrip()):
+        sequences: dict[tuple[int, ...], None] = {}  # in the order of words
+        for word in dict.fromkeys(word.lstrip() for word in words):
+            for spelling in (word, " " + word):
                 ids = self.tokenizer.encode(spelling, add_special_tokens=False)
-                if ids and ids not in sequences:
+                if ids:
                     self._check_ids("bad_words", ids)
-                    sequences.append(ids)
-        return sequences
+                    sequences[tuple(ids)] = None
+        return [list(ids) for ids in sequences]
 
 
 def split_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str | None]:
