@@ -51,6 +51,10 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
     extra: dict[str, Any] = field(default_factory=dict, repr=False)
+    # where in `outputs` each continuation is
+    _places: dict[int, int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merges later news: joined when `aggregate`, else replaced."""
@@ -59,17 +63,19 @@ class RequestOutput:
         self.kv_transfer_params = (
             next_output.kv_transfer_params or self.kv_transfer_params
         )
+        # There may be very many, each with news of its own.
+        places = self._places
+        if len(places) != len(self.outputs):
+            places.update((known.index, i) for i, known in enumerate(self.outputs))
         for news in next_output.outputs:
-            for i, known in enumerate(self.outputs):
-                if known.index != news.index:
-                    continue
-                if aggregate:
-                    _extend(known, news)
-                else:
-                    self.outputs[i] = news
-                break
-            else:
+            place = places.get(news.index)
+            if place is None:
+                places[news.index] = len(self.outputs)
                 self.outputs.append(news)
+            elif aggregate:
+                _extend(self.outputs[place], news)
+            else:
+                self.outputs[place] = news
 
 
 def _extend(known: CompletionOutput, news: CompletionOutput) -> None:

@@ -191,7 +191,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
         words: Any = self.bad_words
         if len(words) > MAX_BAD_WORDS:
             raise VLLMValidationError(
-                f"bad_words must hold at most {MAX_BAD_WORDS} words, got {len(words):,}",
+                f"bad_words must hold at most {MAX_BAD_WORDS} words, got "
+                f"{len(words):,}",
                 parameter="bad_words",
                 value=len(words),
             )

@@ -39,7 +39,7 @@ def number(text: str) -> float:
 
 
 def text(given: str) -> str:
-    """What argparse takes where nothing, as of an unset shell variable, is a mistake."""
+    """What argparse takes where an empty text, of an unset variable, is a mistake."""
     if not given.strip():
         raise argparse.ArgumentTypeError(
             f"{given!r}: expected text; leave the option out for its default"

@@ -150,8 +150,8 @@ def test_bad_words_that_are_spelled_alike_are_encoded_once(
     ("words", "expected"),
     [
         (["w"] * 100_000, "bad_words must hold at most 1024 words, got 100,000"),
-        (["a", ""], "expected non-empty strings"),
-        (["a", 5], "expected non-empty strings"),
+        (["a", ""], "bad_words must be non-empty strings"),
+        (["a", 5], "bad_words must be non-empty strings"),
     ],
 )
 def test_bad_words_that_cannot_be_honoured_are_refused(words: list, expected) -> None:

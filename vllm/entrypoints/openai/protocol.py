@@ -76,6 +76,10 @@ __all__ = [
     "UsageInfo",
 ]
 
+# Prompts of one request, and continuations of all of them: each is a request to the
+# engine, and whoever else is served waits while they enter it, 50 us each.
+MAX_PROMPTS = 2048
+MAX_SEQUENCES = 16384
 # Former names of constraints on the form of the output: refused, because ignoring one
 # would silently return unconstrained text.
 _FORMER_CONSTRAINTS = {
@@ -240,13 +244,33 @@ class CompletionRequest(GenerationRequest):
     best_of: Int | None = None
 
     @model_validator(mode="after")
-    def _check_completion(self) -> "CompletionRequest":
-        if self.prompt is None or self.prompt == "" or self.prompt == []:
+    def _check_prompts(self) -> "CompletionRequest":
+        given = self.prompt
+        if given is None or given == "" or given == []:
             raise VLLMValidationError(
                 "prompt must be a non-empty string, list of strings, list of token ids "
                 "or list of such lists",
                 parameter="prompt",
             )
+        if isinstance(given, str) or isinstance(given[0], int):
+            return self
+        if len(given) > MAX_PROMPTS:
+            raise VLLMValidationError(
+                f"prompt must hold at most {MAX_PROMPTS:,} prompts, got "
+                f"{len(given):,}: send the others in further requests",
+                parameter="prompt",
+            )
+        if len(given) * self.n > MAX_SEQUENCES:
+            raise VLLMValidationError(
+                f"n must be at most {MAX_SEQUENCES // len(given):,} for {len(given):,} "
+                f"prompts, got {self.n:,}: a request has at most {MAX_SEQUENCES:,} "
+                "continuations, ask for the others in further ones",
+                parameter="n",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionRequest":
         if self.suffix is not None:
             raise VLLMValidationError("suffix is not supported", parameter="suffix")
         if self.best_of is not None and self.best_of != self.n:

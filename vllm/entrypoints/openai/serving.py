@@ -239,25 +239,30 @@ async def merge(
         async for item in streams[0]:
             yield 0, item
         return
-    waiting = {
-        asyncio.ensure_future(anext(stream)): i  # type: ignore[arg-type]
-        for i, stream in enumerate(streams)
-    }
+    # Each tells of itself: asking all of them would take a step of n items n² steps.
+    ready: asyncio.Queue[int] = asyncio.Queue()
+    waiting: dict[int, asyncio.Future[T]] = {}
+
+    def begin(i: int) -> None:
+        future = asyncio.ensure_future(anext(streams[i]))  # type: ignore[arg-type]
+        future.add_done_callback(lambda _: ready.put_nowait(i))
+        waiting[i] = future
+
+    for i in range(len(streams)):
+        begin(i)
     try:
         while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for future in done:
-                i = waiting.pop(future)
-                try:
-                    item = future.result()
-                except StopAsyncIteration:
-                    continue
-                waiting[asyncio.ensure_future(anext(streams[i]))] = i  # type: ignore[arg-type]
-                yield i, item
+            i = await ready.get()
+            try:
+                item = waiting.pop(i).result()
+            except StopAsyncIteration:
+                continue
+            begin(i)
+            yield i, item
     finally:
-        for future in waiting:
+        for future in waiting.values():
             future.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*waiting.values(), return_exceptions=True)
         for stream in streams:
             await stream.aclose()  # type: ignore[attr-defined]
 

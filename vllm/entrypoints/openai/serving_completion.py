@@ -62,6 +62,7 @@ class _Answer:
         self.id = f"cmpl-{request.request_id}"
         self.created = int(time.time())
         self.prompts = self._prompts()
+        self.prompt_tokens = sum(len(p.ids) for p in self.prompts)
         self.echo_only = request.echo and request.max_tokens == 0
         self.streams = [self._start(i, p) for i, p in enumerate(self.prompts)]
 
@@ -112,52 +113,50 @@ class _Answer:
             for out in sorted(final.outputs, key=lambda o: o.index):
                 choices.append(self._choice(i, out, final, first=True))
                 completion_tokens += 0 if self.echo_only else len(out.token_ids)
-        prompt_tokens = sum(len(p.ids) for p in self.prompts)
         return CompletionResponse(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=self.context.usage(prompt_tokens, completion_tokens, cached),
+            usage=self.context.usage(self.prompt_tokens, completion_tokens, cached),
             kv_transfer_params=finals[0].kv_transfer_params,
         )
 
     async def stream(
         self, events: AsyncIterator[tuple[int, RequestOutput]]
     ) -> AsyncIterator[str]:
-        generated: dict[int, int] = {}
+        generated = 0
         offsets: dict[int, int] = {}
         cached: dict[int, int] = {}
+        num_cached = 0
         told: dict[int, dict[str, Any] | None] = {}
         try:
             async for i, output in events:
+                num_cached -= cached.get(i, 0)
                 cached[i] = output.num_cached_tokens or 0
+                num_cached += cached[i]
                 told[i] = output.kv_transfer_params
                 for out in output.outputs:
                     key = i * self.request.n + out.index
-                    first = key not in generated
-                    generated[key] = generated.get(key, 0) + (
-                        0 if self.echo_only else len(out.token_ids)
-                    )
+                    first = key not in offsets
+                    generated += 0 if self.echo_only else len(out.token_ids)
                     choice = self._choice(i, out, output, first, offsets.get(key, 0))
                     offsets[key] = offsets.get(key, 0) + len(choice.text)
-                    usage = self._usage(generated, cached)
-                    chunk_usage = usage if self.request.continuous_usage else None
+                    usage = None
+                    if self.request.continuous_usage:
+                        usage = self._usage(generated, num_cached)
                     yield self._line(
-                        [choice], chunk_usage, told[i] if out.finished() else None
+                        [choice], usage, told[i] if out.finished() else None
                     )
             if self.request.include_usage or self.context.enable_force_include_usage:
-                usage = self._usage(generated, cached)
+                usage = self._usage(generated, num_cached)
                 yield self._line([], usage, told.get(0))
         except Exception as error:
             yield f"data: {to_error(error).model_dump_json()}\n\n"
         yield "data: [DONE]\n\n"
 
-    def _usage(self, generated: dict[int, int], cached: dict[int, int]) -> UsageInfo:
-        prompt_tokens = sum(len(p.ids) for p in self.prompts)
-        return self.context.usage(
-            prompt_tokens, sum(generated.values()), sum(cached.values())
-        )
+    def _usage(self, generated: int, cached: int) -> UsageInfo:
+        return self.context.usage(self.prompt_tokens, generated, cached)
 
     def _line(
         self,

@@ -91,13 +91,9 @@ class RequestBook:
 
     def leave_queues(self, requests: list[Request]) -> None:
         """Takes requests out of whichever queue they are in."""
-        if not requests:
-            return
-        gone = {id(request) for request in requests}
-        num_running = len(self.running)
-        self.running[:] = [r for r in self.running if id(r) not in gone]
-        if num_running - len(self.running) < len(requests):
-            self.waiting.remove_requests(requests)
+        if self.waiting.remove_requests(requests) < len(requests):
+            gone = {id(request) for request in requests}
+            self.running[:] = [r for r in self.running if id(r) not in gone]
 
     def let_go(
         self, request: Request, status: RequestStatus | None = None

@@ -1,8 +1,9 @@
 """The order in which waiting requests are taken."""
 
 import heapq
+import itertools
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from enum import Enum
 
@@ -41,13 +42,16 @@ class RequestQueue(ABC):
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Puts several back; the first given comes first again."""
 
-    @abstractmethod
     def remove_request(self, request: Request) -> None:
         """Removes a request. ValueError when it is not here."""
+        if not self.remove_requests([request]):
+            raise ValueError(f"request {request.request_id!r} does not wait")
 
     @abstractmethod
-    def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Removes those of the requests that are here."""
+    def remove_requests(self, requests: Iterable[Request]) -> int:
+        """Removes those of the requests that are here, and says how many. However many
+        wait, one is removed in constant time: clients that go away leave a queue one
+        request at a time."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Request]: ...
@@ -63,29 +67,35 @@ class FCFSRequestQueue(RequestQueue):
     """First come, first served."""
 
     def __init__(self) -> None:
-        self._requests: deque[Request] = deque()
+        # A request is found here at once, wherever it stands.
+        self._requests: OrderedDict[Request, None] = OrderedDict()
 
     def add_request(self, request: Request) -> None:
-        self._requests.append(request)
+        self._requests[request] = None
 
     def pop_request(self) -> Request:
-        return self._requests.popleft()
+        request = self.peek_request()
+        del self._requests[request]
+        return request
 
     def peek_request(self) -> Request:
-        return self._requests[0]
+        for request in self._requests:
+            return request
+        raise IndexError("no request waits")
 
     def prepend_request(self, request: Request) -> None:
-        self._requests.appendleft(request)
+        self._requests[request] = None
+        self._requests.move_to_end(request, last=False)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        self._requests.extendleft(reversed(list(requests)))
+        for request in reversed(list(requests)):
+            self.prepend_request(request)
 
-    def remove_request(self, request: Request) -> None:
-        self._requests.remove(request)
-
-    def remove_requests(self, requests: Iterable[Request]) -> None:
-        gone = {id(request) for request in requests}
-        self._requests = deque(r for r in self._requests if id(r) not in gone)
+    def remove_requests(self, requests: Iterable[Request]) -> int:
+        before = len(self._requests)
+        for request in requests:
+            self._requests.pop(request, None)
+        return before - len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
@@ -95,19 +105,32 @@ class FCFSRequestQueue(RequestQueue):
 
 
 class PriorityRequestQueue(RequestQueue):
-    """A heap by (priority, arrival time, id): putting back and adding are the same."""
+    """A heap by (priority, arrival time, id): putting back and adding are the same.
+
+    What is removed stays in the heap as a remnant until it comes to the top, or until
+    remnants are the larger part.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[Request] = []
+        # Each with the number of its entry: one that came back has two entries.
+        self._heap: list[tuple[Request, int]] = []
+        self._entries: dict[Request, int] = {}
+        self._numbers = itertools.count()
 
     def add_request(self, request: Request) -> None:
-        heapq.heappush(self._heap, request)
+        number = self._entries[request] = next(self._numbers)
+        heapq.heappush(self._heap, (request, number))
 
     def pop_request(self) -> Request:
-        return heapq.heappop(self._heap)
+        request = self.peek_request()
+        heapq.heappop(self._heap)
+        del self._entries[request]
+        return request
 
     def peek_request(self) -> Request:
-        return self._heap[0]
+        while not self._is_here(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0]
 
     def prepend_request(self, request: Request) -> None:
         self.add_request(request)
@@ -116,20 +139,24 @@ class PriorityRequestQueue(RequestQueue):
         for request in requests:
             self.add_request(request)
 
-    def remove_request(self, request: Request) -> None:
-        self._heap.remove(request)
-        heapq.heapify(self._heap)
+    def remove_requests(self, requests: Iterable[Request]) -> int:
+        before = len(self._entries)
+        for request in requests:
+            self._entries.pop(request, None)
+        if len(self._heap) > 2 * len(self._entries):
+            self._heap = list(filter(self._is_here, self._heap))
+            heapq.heapify(self._heap)
+        return before - len(self._entries)
 
-    def remove_requests(self, requests: Iterable[Request]) -> None:
-        gone = {id(request) for request in requests}
-        self._heap = [r for r in self._heap if id(r) not in gone]
-        heapq.heapify(self._heap)
+    def _is_here(self, entry: tuple[Request, int]) -> bool:
+        request, number = entry
+        return self._entries.get(request) == number
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._heap))
+        return iter(sorted(self._entries))
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self._entries)
 
 
 def create_request_queue(policy: SchedulingPolicy) -> RequestQueue:
