@@ -76,6 +76,7 @@ def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
             return sampler(logits, *args)
 
         runner.prompt_logprobs.compute_logits, runner.sampler = compute_logits, sample
+        runner.keeps_logits = True
         return runner, inner
 
     ((runner, inner),) = llm.collective_rpc(tap)
@@ -83,6 +84,7 @@ def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
         yield recorded
     finally:
         runner.prompt_logprobs.compute_logits, runner.sampler = inner
+        runner.keeps_logits = False
 
 
 def prompt_logits(llm: LLM, token_ids: list[int]) -> torch.Tensor:
