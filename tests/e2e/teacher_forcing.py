@@ -63,8 +63,8 @@ def _forced(
     def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
         return noted(prompt_logits(hidden))
 
-    def run_sampler(logits: torch.Tensor, step: Any) -> Any:
-        return sample(noted(logits), step)
+    def run_sampler(logits: torch.Tensor, greedy: Any, step: Any) -> Any:
+        return sample(noted(logits), None, step)
 
     def noted(logits: torch.Tensor) -> torch.Tensor:
         nonlocal position
@@ -80,12 +80,13 @@ def _forced(
         return forced
 
     runner.prompt_logprobs.compute_logits = compute_logits
-    runner._run_sampler = run_sampler
+    runner._run_sampler, runner.keeps_logits = run_sampler, True
     try:
         yield
     finally:
         runner.prompt_logprobs.compute_logits = prompt_logits
         del runner._run_sampler  # the class's own method shows again
+        runner.keeps_logits = False
     run.logits = torch.cat(rows)
 
 
