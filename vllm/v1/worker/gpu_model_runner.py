@@ -46,7 +46,7 @@ from vllm.v1.worker.kv_cache_init import (
 )
 from vllm.v1.worker.kv_connector import ConnectorSteps
 from vllm.v1.worker.layer_specs import (
-    check_asked_memory,
+    check_what_was_asked,
     describe_formats,
     get_kv_cache_specs,
     get_layer_formats,
@@ -119,7 +119,7 @@ class GPUModelRunner:
 
     def _settle_block_size(self) -> None:
         current_platform.update_block_size_for_backend(self.vllm_config)
-        check_asked_memory(self.vllm_config)
+        check_what_was_asked(self.vllm_config)
 
     def get_model(self) -> nn.Module:
         return self.model

@@ -16,7 +16,11 @@ from vllm.v1.core.kv_cache_capacity import (
 )
 from vllm.v1.core.kv_cache_grouping import get_kv_cache_groups
 from vllm.v1.core.kv_cache_tensors import pool_bytes_per_block
-from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+)
 from vllm.v1.kv_cache_layout import (
     DEFAULT_LAYOUTS,
     KVCacheLayout,
@@ -105,26 +109,35 @@ def _format_name(layer: AttentionLayerBase, vllm_config: VllmConfig) -> str:
     return f"{fmt.format_id} by {'.'.join(backend.full_cls_name())}"
 
 
-def check_asked_memory(vllm_config: VllmConfig) -> None:
+def check_what_was_asked(vllm_config: VllmConfig) -> None:
     """ValueError when the memory that the KV cache was given, as far as that is known
-    without a look at the device, does not hold one request, or that of a connector no
-    block. Needs layers, no weights.
+    without a look at the device, does not hold one request, when that of a connector
+    holds no block, or when its pages have no place. Needs layers, no weights.
     """
+    specs = get_kv_cache_specs(vllm_config)
+    if not specs:
+        return
+    groups = get_kv_cache_groups(vllm_config, specs)
     cache = vllm_config.cache_config
     decided_later = (
         cache.kv_cache_memory_bytes is None
         or cache.num_gpu_blocks_override is not None
         or wants_auto_fit(vllm_config)
     )
-    specs = {} if decided_later else get_kv_cache_specs(vllm_config)
-    if specs:
-        groups = get_kv_cache_groups(vllm_config, specs)
+    if not decided_later:
         check_enough_kv_cache_memory(vllm_config, groups, cache.kv_cache_memory_bytes)
-        if vllm_config.kv_transfer_is_on:
-            resolve(_CONNECTOR_FACTORY).check_config(
-                vllm_config.kv_transfer_config,
-                pool_bytes_per_block(vllm_config, groups),
-            )
+    if vllm_config.kv_transfer_is_on:
+        _check_connector(vllm_config, groups)
+
+
+def _check_connector(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> None:
+    factory, transfer = resolve(_CONNECTOR_FACTORY), vllm_config.kv_transfer_config
+    factory.check_config(transfer, pool_bytes_per_block(vllm_config, groups))
+    plan = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=groups)
+    specs, formats = plan.layer_specs(), get_layer_formats(vllm_config)
+    plan.layer_formats = {name: f for name, f in formats.items() if name in specs}
+    plan.kv_cache_layout = resolve_layout(vllm_config, specs).name
+    factory.check_plan(vllm_config, transfer, plan)
 
 
 def resolve_layout(

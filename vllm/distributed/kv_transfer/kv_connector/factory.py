@@ -123,6 +123,21 @@ class KVConnectorFactory:
             check(kv_transfer_config, block_bytes)
 
     @classmethod
+    def check_plan(
+        cls,
+        config: VllmConfig,
+        kv_transfer_config: KVTransferConfig,
+        plan: KVCacheConfig,
+    ) -> None:
+        """ValueError for what the connector's class refuses by its `check_plan`, such
+        as a place of pages that cannot be used, and for several groups where it serves
+        one only."""
+        cls._check_groups(config, kv_transfer_config, plan)
+        check = getattr(cls.get_connector_class(kv_transfer_config), "check_plan", None)
+        if check is not None:
+            check(config, kv_transfer_config, plan)
+
+    @classmethod
     def create_connector(
         cls,
         config: VllmConfig,
@@ -138,21 +153,25 @@ class KVConnectorFactory:
         if transfer is None:
             raise ValueError("kv_transfer_config is not set: there is no KV connector")
         found = cls.get_connector_class(transfer)
-        if not cls.supports_hma_config(transfer):
-            cls._refuse_several_groups(found, config, kv_cache_config)
+        cls._check_groups(config, transfer, kv_cache_config)
         logger.debug("KV connector %s, role %s", found.__name__, role.name)
         return found(config, role, kv_cache_config)
 
-    @staticmethod
-    def _refuse_several_groups(
-        found: type, config: VllmConfig, kv_cache_config: KVCacheConfig | None
+    @classmethod
+    def _check_groups(
+        cls,
+        config: VllmConfig,
+        transfer: KVTransferConfig,
+        kv_cache_config: KVCacheConfig | None,
     ) -> None:
+        if cls.supports_hma_config(transfer):
+            return
         disabled = config.scheduler_config.disable_hybrid_kv_cache_manager
         groups = [] if kv_cache_config is None else kv_cache_config.kv_cache_groups
         if disabled is False or (disabled is None and len(groups) > 1):
             raise ValueError(
-                f"KV connector {found.__name__} does not support the hybrid KV cache "
-                "manager (it does not derive from SupportsHMA): pass "
+                f"KV connector {transfer.kv_connector} does not support the hybrid KV "
+                "cache manager (it does not derive from SupportsHMA): pass "
                 "--disable-hybrid-kv-cache-manager"
             )
 

@@ -153,6 +153,17 @@ class KVConnectorBase_V1(ABC):
         return None
 
     @classmethod
+    def check_plan(
+        cls, vllm_config: VllmConfig, transfer: KVTransferConfig, plan: KVCacheConfig
+    ) -> None:
+        """ValueError for a place of pages that cannot be used, or that holds others.
+
+        Asked before weights are read. `plan` has groups, formats and the layout; its
+        number of blocks is not known yet.
+        """
+        return None
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """The axis order that the connector wants, "HND" or "NHD"; None: any.
 

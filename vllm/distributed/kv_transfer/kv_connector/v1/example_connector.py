@@ -10,12 +10,11 @@ gets `num_loaded_tokens` and `num_saved_blocks` back.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import (
     BlockMover,
     layout_fingerprint,
@@ -30,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     TransferPromMetrics,
     TransferStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.model_identity import model_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.model_identity import model_store
 from vllm.distributed.kv_transfer.kv_connector.v1.page_store import PageStore
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_blocks import (
     BlockRef,
@@ -61,6 +60,17 @@ class _Notes:
     num_saved: int = 0
 
 
+def _store(vllm_config: VllmConfig, transfer: KVTransferConfig) -> PageStore:
+    """ValueError without a folder."""
+    found = model_store(vllm_config, transfer, "shared_storage_path")
+    if found is None:
+        raise ValueError(
+            "ExampleConnector needs a folder: set "
+            'kv_connector_extra_config={"shared_storage_path": "/some/folder"}'
+        )
+    return found
+
+
 class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
     """One file for each block, named by the tokens up to its end."""
 
@@ -72,17 +82,10 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        path = transfer.get_from_extra_config("shared_storage_path", None)
-        if not path:
-            raise ValueError(
-                "ExampleConnector needs a folder: set "
-                'kv_connector_extra_config={"shared_storage_path": "/some/folder"}'
-            )
         self._plan = kv_cache_config
         self._loads = transfer.is_kv_consumer
         self._saves = transfer.is_kv_producer
-        # Engines of one model share pages; its weights are part of the folder's name.
-        self.store = PageStore(Path(path) / model_identity(vllm_config))
+        self.store = _store(vllm_config, transfer)
         self.stats = TransferStats()
         # Scheduler side.
         self.blocks = PrefixBlocks(kv_cache_config)
@@ -211,6 +214,12 @@ class ExampleConnector(KVConnectorBase_V1, SupportsHMA):
         return failed
 
     # --- both sides -------------------------------------------------------------------
+
+    @classmethod
+    def check_plan(
+        cls, vllm_config: VllmConfig, transfer: KVTransferConfig, plan: KVCacheConfig
+    ) -> None:
+        _store(vllm_config, transfer).open(layout_fingerprint(plan))
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         self.stats.count(damaged_blocks=self.store.take_num_damaged())

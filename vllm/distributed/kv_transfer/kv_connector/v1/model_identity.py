@@ -1,4 +1,5 @@
-"""Whose states a stored page holds: a name that changes with the weights.
+"""Whose states a stored page holds: a name that changes with the weights, and the
+folder of that name.
 
 Knows a model's config and files. Pages of another model have the same sizes.
 """
@@ -7,6 +8,9 @@ import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.page_store import PageStore
 
 _SAMPLE_BYTES = 1 << 16
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
@@ -49,3 +53,16 @@ def model_identity(vllm_config: Any) -> str:
     for path in _weight_files(model.source):
         state.update(_sample(path))
     return state.hexdigest()[:16]
+
+
+def model_store(
+    vllm_config: Any, transfer: KVTransferConfig, setting: str
+) -> PageStore | None:
+    """The store in the folder that a setting of the connector names; None without it.
+
+    Engines of one model share pages: its identity is the name of the folder within.
+    """
+    path = transfer.get_from_extra_config(setting, None)
+    if not path:
+        return None
+    return PageStore(Path(path) / model_identity(vllm_config), setting)

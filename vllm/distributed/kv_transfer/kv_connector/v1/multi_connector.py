@@ -75,6 +75,13 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             KVConnectorFactory.check_config(child, block_bytes)
 
     @classmethod
+    def check_plan(
+        cls, vllm_config: VllmConfig, transfer: KVTransferConfig, plan: KVCacheConfig
+    ) -> None:
+        for child in cls.child_configs(transfer):
+            KVConnectorFactory.check_plan(vllm_config, child, plan)
+
+    @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """What the children agree on. ValueError when they want different orders."""
         wishes: dict[str, str] = {}

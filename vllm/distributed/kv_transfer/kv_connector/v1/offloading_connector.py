@@ -6,7 +6,6 @@ memory, lru (default) or arc; `disk_path`, a folder whose blocks survive the eng
 `disk_bytes_to_use`, its limit (none by default).
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     TransferPromMetrics,
     TransferStats,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.model_identity import model_identity
+from vllm.distributed.kv_transfer.kv_connector.v1.model_identity import model_store
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.disk_index import (
     DiskIndex,
 )
@@ -41,7 +40,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.slots import SlotCa
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingWorker,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.page_store import PageStore
 from vllm.distributed.kv_transfer.kv_connector.v1.prefix_blocks import PrefixBlocks
 from vllm.forward_context import ForwardContext
 from vllm.utils.mem_utils import available_memory_bytes, format_gib, parse_size
@@ -112,10 +110,7 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         self._plan = kv_cache_config
         slot_bytes = pool_bytes_per_block(kv_cache_config)
         num_slots = _num_slots(transfer, slot_bytes)
-        path = transfer.get_from_extra_config("disk_path", None)
-        store = None
-        if path:
-            store = PageStore(Path(path) / model_identity(vllm_config))
+        store = model_store(vllm_config, transfer, "disk_path")
         self.scheduler: OffloadingScheduler | None = None
         self.worker: OffloadingWorker | None = None
         if role is KVConnectorRole.WORKER:
@@ -269,6 +264,14 @@ class OffloadingConnector(KVConnectorBase_V1, SupportsHMA):
         if block_bytes is not None:
             num_bytes = _num_slots(transfer, block_bytes) * block_bytes
         _check_memory(num_bytes)
+
+    @classmethod
+    def check_plan(
+        cls, vllm_config: VllmConfig, transfer: KVTransferConfig, plan: KVCacheConfig
+    ) -> None:
+        store = model_store(vllm_config, transfer, "disk_path")
+        if store is not None:
+            store.open(layout_fingerprint(plan))
 
     @classmethod
     def build_kv_connector_stats(

@@ -16,7 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from vllm.distributed.kv_transfer.kv_connector.fingerprint import LayoutFingerprint
+from vllm.distributed.kv_transfer.kv_connector.fingerprint import (
+    FingerprintMismatch,
+    LayoutFingerprint,
+)
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -42,10 +45,12 @@ def _checksum(key: str, pages: torch.Tensor) -> str:
 
 
 class PageStore:
-    """Blocks by key in a folder that any number of engines may share."""
+    """Blocks by key in a folder that any number of engines may share. `setting` names
+    what the user chose it by."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, setting: str = "folder") -> None:
         self.folder = Path(folder)
+        self.setting = setting
         self.num_damaged = 0
         # Files that were read whole and found good: key -> (mtime in ns, size).
         self._verified: dict[str, tuple[int, int]] = {}
@@ -53,8 +58,19 @@ class PageStore:
     def open(self, fingerprint: LayoutFingerprint) -> None:
         """Makes the folder, or checks that it holds pages of the same layout.
 
-        FingerprintMismatch, a ValueError, names what differs.
+        ValueError for a folder that cannot be used; FingerprintMismatch, which is one,
+        names what differs.
         """
+        try:
+            self._open(fingerprint)
+        except OSError as error:
+            raise ValueError(
+                f"{self.setting}: KV pages cannot be stored in {self.folder} "
+                f"({error}): expected a folder that can be made and written; choose "
+                "another, or change its permissions"
+            ) from error
+
+    def _open(self, fingerprint: LayoutFingerprint) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         manifest = self.folder / _MANIFEST
         own = self.folder / f"{_MANIFEST}.{os.getpid()}"
@@ -71,10 +87,18 @@ class PageStore:
             stored = LayoutFingerprint.from_dict(json.loads(manifest.read_text()))
         except ValueError as error:
             raise ValueError(
-                f"{manifest} cannot be read ({error}): remove the folder "
-                f"{self.folder}, or store KV pages in another one"
+                f"{manifest} cannot be read ({error}): {self._way_out()}"
             ) from error
-        fingerprint.check_same(stored, f"the store in {self.folder}")
+        try:
+            fingerprint.check_same(stored, f"the store in {self.folder}")
+        except FingerprintMismatch as error:
+            raise FingerprintMismatch(f"{error}; {self._way_out()}") from error
+
+    def _way_out(self) -> str:
+        return (
+            f"remove the folder {self.folder}, or store KV pages in another one "
+            f"({self.setting})"
+        )
 
     def _path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}{_SUFFIX}"
