@@ -102,6 +102,14 @@ def test_a_variable_is_no_exception(
     [
         ({"kv_cache_memory_bytes": 1}, "kv_cache_memory_bytes"),
         ({"kv_cache_memory_bytes": 1 << 60}, "lower --kv-cache-memory-bytes"),
+        (
+            {"num_gpu_blocks_override": 2},
+            "--num-gpu-blocks-override 2 is too few: .* needs 16 blocks.*fits is 32",
+        ),
+        (
+            {"kv_cache_memory_bytes": 100, "max_model_len": -1},
+            "does not hold one token .*kv_cache_memory_bytes",
+        ),
         ({"kv_offloading_size": 1e-12}, "room for 0 blocks .*--kv-offloading-size"),
         ({"kv_offloading_size": 1e12}, "lower --kv-offloading-size"),
         *(

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.transformers_utils.gguf_files import write_gguf
 from vllm.transformers_utils.gguf_tokenizer import BPE_RECIPES
 from vllm.transformers_utils.source import ModelSource, resolve_model
-from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.transformers_utils.tokenizer import find_tokenizer, get_tokenizer
 
 TEXTS = {
     "english": "The quick brown fox, it's said, doesn't jump over 'lazy' dogs.",
@@ -273,3 +273,14 @@ def test_a_damaged_tokenizer_is_one_line(tokenizer_folder: Path) -> None:
     with pytest.raises(ValueError, match="cannot be loaded") as error:
         get_tokenizer(source)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["/nope", "", "no/such/folder.gguf", "{tmp}"])
+def test_a_tokenizer_that_is_not_there_is_named(tmp_path: Path, name: str) -> None:
+    source = ModelSource(kind="hf", path="/a/model", name="x")
+    asked = name.format(tmp=tmp_path)
+    with pytest.raises(ValueError) as error:
+        find_tokenizer(source, tokenizer=asked)
+    words = str(error.value)
+    assert "tokenizer" in words and "--tokenizer" in words and asked in words
+    assert "tokenizer.json" in words and "\n" not in words

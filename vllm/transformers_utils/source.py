@@ -58,6 +58,8 @@ def resolve_model(name: str, revision: str | None = None) -> ModelSource:
     names the value, what was expected and the way out.
     """
     name = os.fspath(name)
+    if not name:
+        raise ValueError(f"model '' is an empty name: expected {_expected()}")
     packaged = PACKAGED_MODELS.get(name.lower())
     if packaged is not None:
         return ModelSource(kind="gguf", path=packaged_file(name, packaged), name=name)

@@ -3,8 +3,11 @@
 Knows where a tokenizer comes from. Refuses to know prompts, requests and detokenising.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from vllm.transformers_utils.gguf import open_gguf
 from vllm.transformers_utils.source import ModelSource, resolve_model
@@ -18,6 +21,15 @@ if TYPE_CHECKING:
 _GGUF_TOKENIZER = "vllm.transformers_utils.gguf_tokenizer:build_tokenizer"
 _AUTO_TOKENIZER = "transformers.models.auto.tokenization_auto:AutoTokenizer"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_JSON_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundTokenizer:
+    """Where a tokenizer lies; its files are there, and nothing of them is loaded."""
+
+    source: ModelSource
+    trust_remote_code: bool
 
 
 def get_tokenizer(
@@ -31,10 +43,27 @@ def get_tokenizer(
     GGUF files bring vocabulary, special tokens and chat template along. Raises
     ValueError in one line when there is none or it cannot be loaded.
     """
+    return open_tokenizer(
+        find_tokenizer(source, tokenizer, trust_remote_code, revision)
+    )
+
+
+def find_tokenizer(
+    source: ModelSource,
+    tokenizer: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> FoundTokenizer:
+    """As `get_tokenizer`, but only looks for it, in milliseconds: ValueError when there
+    is none, and when a file of it is no JSON."""
     if tokenizer is not None and tokenizer != source.name:
         source = _tokenizer_source(tokenizer, revision)
-    if source.kind == "gguf":
-        return resolve(_GGUF_TOKENIZER)(open_gguf(source.path))
+    if source.kind == "hf":
+        _check_files(source, trust_remote_code)
+    return FoundTokenizer(source=source, trust_remote_code=trust_remote_code)
+
+
+def _check_files(source: ModelSource, trust_remote_code: bool) -> None:
     folder = Path(source.path)
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES) and not (
         trust_remote_code and (folder / "tokenizer_config.json").is_file()
@@ -44,21 +73,43 @@ def get_tokenizer(
             "pass --tokenizer with a folder or name that has one, or "
             "--skip-tokenizer-init"
         )
+    for name in _JSON_FILES:
+        try:
+            if (folder / name).is_file():
+                msgspec.json.decode((folder / name).read_bytes(), type=msgspec.Raw)
+        except (OSError, msgspec.DecodeError) as error:
+            raise _not_loaded(source, f"{name}: {error}") from error
+
+
+def open_tokenizer(found: FoundTokenizer) -> "PreTrainedTokenizerBase":
+    """Loads what was found. Raises ValueError in one line when that fails."""
+    source = found.source
+    if source.kind == "gguf":
+        return resolve(_GGUF_TOKENIZER)(open_gguf(source.path))
     try:
         return resolve(_AUTO_TOKENIZER).from_pretrained(
-            source.path, trust_remote_code=trust_remote_code
+            source.path, trust_remote_code=found.trust_remote_code
         )
     except Exception as error:  # the library raises many kinds
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the tokenizer in {source.path} cannot be loaded ({reason}): repair the "
-            "folder, or pass --tokenizer with another one"
-        ) from error
+        raise _not_loaded(source, " ".join(str(error).split())) from error
+
+
+def _not_loaded(source: ModelSource, reason: str) -> ValueError:
+    return ValueError(
+        f"the tokenizer in {source.path} cannot be loaded ({reason}): repair the "
+        "folder, or pass --tokenizer with another one"
+    )
 
 
 def _tokenizer_source(name: str, revision: str | None) -> ModelSource:
     """Like `resolve_model`, but a folder need not hold a model."""
     folder = Path(name).expanduser()
-    if folder.is_dir() and any((folder / file).is_file() for file in _TOKENIZER_FILES):
+    if name and folder.is_dir() and not any(folder.glob("*.gguf")):
         return ModelSource(kind="hf", path=str(folder), name=name)
-    return resolve_model(name, revision)
+    try:
+        return resolve_model(name, revision)
+    except ValueError as error:
+        raise ValueError(
+            f"tokenizer {name!r} cannot be used (--tokenizer): expected the folder of "
+            f"one ({', '.join(_TOKENIZER_FILES)}), or what --model takes; {error}"
+        ) from error

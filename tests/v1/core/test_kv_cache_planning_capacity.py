@@ -210,6 +210,18 @@ def test_too_little_memory_states_numbers_and_the_way_out() -> None:
         get_kv_cache_configs(config(16), [specs], [1000])
 
 
+def test_too_few_blocks_are_named_by_the_option_that_asked_for_them() -> None:
+    cfg = config(16 * 100)
+    cfg.cache_config.num_gpu_blocks_override = 99
+    with pytest.raises(ValueError) as caught:
+        get_kv_cache_configs(cfg, [{"a": full()}], [GiB])
+    text = str(caught.value)
+    assert "--num-gpu-blocks-override 99" in text and "100 blocks or more" in text
+    assert "gpu_memory_utilization" not in text
+    cfg.cache_config.num_gpu_blocks_override = 100
+    assert get_kv_cache_configs(cfg, [{"a": full()}], [GiB])[0].num_blocks == 100
+
+
 # --- the longest length that fits -----------------------------------------------------
 
 

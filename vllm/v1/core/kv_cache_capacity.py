@@ -166,6 +166,34 @@ def _estimate_max_model_len_from_groups(
     return _largest_true(fits, vllm_config.model_config.max_model_len)
 
 
+def memory_of_pool(
+    vllm_config: VllmConfig,
+    kv_cache_groups: list[KVCacheGroupSpec],
+    available_memory: int,
+) -> int:
+    """Bytes of the blocks that the user asked for by number, else what is available."""
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is None:
+        return available_memory
+    return override * pool_bytes_per_block(vllm_config, kv_cache_groups)
+
+
+def check_memory_before_loading(
+    vllm_config: VllmConfig, kv_cache_groups: list[KVCacheGroupSpec]
+) -> None:
+    """As `check_enough_kv_cache_memory`, for the memory that the user asked for; where
+    a device is to be asked first, nothing is checked. With a length to be chosen, one
+    token has to fit."""
+    asked = vllm_config.cache_config.kv_cache_memory_bytes
+    if asked is None and vllm_config.cache_config.num_gpu_blocks_override is None:
+        return
+    memory = memory_of_pool(vllm_config, kv_cache_groups, asked or 0)
+    if wants_auto_fit(vllm_config):
+        _check_one_token_fits(vllm_config, kv_cache_groups, memory)
+    else:
+        check_enough_kv_cache_memory(vllm_config, kv_cache_groups, memory)
+
+
 def check_enough_kv_cache_memory(
     vllm_config: VllmConfig,
     kv_cache_groups: list[KVCacheGroupSpec],
@@ -196,6 +224,14 @@ def check_enough_kv_cache_memory(
         if fitting
         else "Not even one token fits. "
     )
+    blocks = blocks_per_request(vllm_config, kv_cache_groups)
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        raise ValueError(
+            f"--num-gpu-blocks-override {override} is too few: one request of "
+            f"max_model_len {max_len} needs {blocks} blocks. {estimate}Expected "
+            f"{blocks} blocks or more, or a lower --max-model-len."
+        )
     raise ValueError(
         f"One request of max_model_len {max_len} needs {format_gib(needed)} GiB of KV "
         f"cache ({needed:,} bytes), but {format_gib(available_memory)} GiB "
@@ -230,11 +266,9 @@ def auto_fit_max_model_len(
     ]
     fitting = min(lengths, default=upper)
     if fitting == 0:
-        raise ValueError(
-            "Cannot choose max_model_len: the memory available for the KV cache "
-            f"({format_gib(min(available_memory))} GiB) does not hold one token. Raise "
-            "gpu_memory_utilization (now "
-            f"{vllm_config.cache_config.gpu_memory_utilization})."
+        worker = lengths.index(0)
+        _check_one_token_fits(
+            vllm_config, groups_per_worker[worker], available_memory[worker]
         )
     limit = available_memory[lengths.index(fitting)] if lengths else 0
     model.max_model_len = fitting
@@ -245,6 +279,31 @@ def auto_fit_max_model_len(
             upper,
             format_gib(limit),
         )
+
+
+def _check_one_token_fits(
+    vllm_config: VllmConfig,
+    kv_cache_groups: list[KVCacheGroupSpec],
+    available_memory: int,
+) -> None:
+    with _assuming_max_model_len(vllm_config, 1):
+        needed = needed_memory(vllm_config, kv_cache_groups)
+        blocks = blocks_per_request(vllm_config, kv_cache_groups)
+    if needed <= available_memory:
+        return
+    override = vllm_config.cache_config.num_gpu_blocks_override
+    if override is not None:
+        raise ValueError(
+            f"Cannot choose max_model_len: one token needs {blocks} blocks, and "
+            f"--num-gpu-blocks-override {override} is fewer: expected {blocks} or more."
+        )
+    raise ValueError(
+        "Cannot choose max_model_len: the memory available for the KV cache "
+        f"({format_gib(available_memory)} GiB) does not hold one token "
+        f"({needed:,} bytes). Raise gpu_memory_utilization (now "
+        f"{vllm_config.cache_config.gpu_memory_utilization}) or "
+        "kv_cache_memory_bytes."
+    )
 
 
 @contextmanager

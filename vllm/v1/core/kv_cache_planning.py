@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from vllm.v1.core.kv_cache_capacity import (
     auto_fit_max_model_len,
     check_enough_kv_cache_memory,
+    memory_of_pool,
     report_kv_cache_config,
     wants_auto_fit,
 )
 from vllm.v1.core.kv_cache_grouping import get_kv_cache_groups
-from vllm.v1.core.kv_cache_tensors import plan_tensors, pool_bytes_per_block
+from vllm.v1.core.kv_cache_tensors import plan_tensors
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -56,7 +57,10 @@ def get_kv_cache_configs(
     projected = [
         _project_kv_cache_groups_to_worker(groups, worker) for worker in kv_cache_specs
     ]
-    memory = _memory_of_workers(vllm_config, projected, available_memory)
+    memory = [
+        memory_of_pool(vllm_config, groups, available)
+        for groups, available in zip(projected, available_memory, strict=True)
+    ]
     if wants_auto_fit(vllm_config):
         auto_fit_max_model_len(vllm_config, projected, memory)
     configs = []
@@ -162,20 +166,6 @@ def _project_kv_cache_groups_to_worker(
             spec = replace(spec, kv_cache_specs=layers)
         projected.append(KVCacheGroupSpec(names, spec, group.is_eagle_group))
     return projected
-
-
-def _memory_of_workers(
-    vllm_config: VllmConfig,
-    projected: Sequence[list[KVCacheGroupSpec]],
-    available_memory: Sequence[int],
-) -> list[int]:
-    """Bytes per worker; an override of the number of blocks decides them if set."""
-    override = vllm_config.cache_config.num_gpu_blocks_override
-    if override is None:
-        return list(available_memory)
-    return [
-        override * pool_bytes_per_block(vllm_config, groups) for groups in projected
-    ]
 
 
 def _check_every_layer_has_a_group(

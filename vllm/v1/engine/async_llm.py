@@ -19,7 +19,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
-from vllm.v1.engine.input_processor import load_tokenizer
+from vllm.v1.engine.input_processor import load_found, look_for_tokenizer
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.engine.request_front import RequestFront
 from vllm.v1.metrics.loggers import (
@@ -52,9 +52,10 @@ class AsyncLLM:
         self.vllm_config = vllm_config
         self.log_stats = log_stats
         self.log_requests = log_requests
+        found = look_for_tokenizer(vllm_config.model_config)
         # The core starts in another process: this one loads the tokenizer meanwhile.
         with ThreadPoolExecutor(max_workers=1) as pool:
-            tokenizer = pool.submit(load_tokenizer, vllm_config.model_config)
+            tokenizer = pool.submit(load_found, found)
             client = EngineCoreClient.make_client(
                 vllm_config, executor_class, log_stats=True, asyncio_mode=True
             )

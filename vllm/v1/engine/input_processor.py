@@ -13,7 +13,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.transformers_utils.tokenizer import get_tokenizer
+from vllm.transformers_utils.tokenizer import (
+    FoundTokenizer,
+    find_tokenizer,
+    open_tokenizer,
+)
 from vllm.utils.gc_utils import collector_paused
 from vllm.utils.text_utils import short_repr, shorten
 from vllm.v1.engine import EngineCoreRequest
@@ -24,17 +28,29 @@ from vllm.v1.structured_output import check_structured_outputs
 _UNSUPPORTED_PARAMS = ("thinking_token_budget",)
 
 
-@collector_paused()
-def load_tokenizer(model_config: ModelConfig) -> Any:
-    """The tokenizer that a configuration asks for, or None."""
+def look_for_tokenizer(model_config: ModelConfig) -> FoundTokenizer | None:
+    """Where the tokenizer that a configuration asks for lies, or None. ValueError, soon
+    and before a core is started, when it is not there."""
     if model_config.skip_tokenizer_init:
         return None
-    return get_tokenizer(
+    return find_tokenizer(
         model_config.source,
         model_config.tokenizer,
         model_config.trust_remote_code,
         model_config.tokenizer_revision,
     )
+
+
+@collector_paused()
+def load_found(found: FoundTokenizer | None) -> Any:
+    """The tokenizer that was found, None for None."""
+    return None if found is None else open_tokenizer(found)
+
+
+@collector_paused()
+def load_tokenizer(model_config: ModelConfig) -> Any:
+    """The tokenizer that a configuration asks for, or None."""
+    return load_found(look_for_tokenizer(model_config))
 
 
 class InputProcessor:

@@ -10,10 +10,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.import_utils import resolve
-from vllm.v1.core.kv_cache_capacity import (
-    check_enough_kv_cache_memory,
-    wants_auto_fit,
-)
+from vllm.v1.core.kv_cache_capacity import check_memory_before_loading
 from vllm.v1.core.kv_cache_grouping import get_kv_cache_groups
 from vllm.v1.core.kv_cache_tensors import pool_bytes_per_block
 from vllm.v1.kv_cache_interface import (
@@ -118,14 +115,7 @@ def check_what_was_asked(vllm_config: VllmConfig) -> None:
     if not specs:
         return
     groups = get_kv_cache_groups(vllm_config, specs)
-    cache = vllm_config.cache_config
-    decided_later = (
-        cache.kv_cache_memory_bytes is None
-        or cache.num_gpu_blocks_override is not None
-        or wants_auto_fit(vllm_config)
-    )
-    if not decided_later:
-        check_enough_kv_cache_memory(vllm_config, groups, cache.kv_cache_memory_bytes)
+    check_memory_before_loading(vllm_config, groups)
     if vllm_config.kv_transfer_is_on:
         _check_connector(vllm_config, groups)
 
