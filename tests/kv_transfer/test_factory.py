@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
     supports_hma,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.settings import SETTINGS
 
 ABSTRACT = {
     "start_load_kv",
@@ -157,6 +158,91 @@ def test_a_module_path_wins_over_the_registry(module: str) -> None:
         found(config_of("Plain", "no_such_module_of_connectors"))
     with pytest.raises(ValueError, match="kv_cache_config"):
         found(config_of("OfOldTimes", module))
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("Missing", ""), ("Plain", "no_such_module_of_connectors")]
+)
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_path_that_leads_nowhere_is_a_value_error_that_names_it(
+    module: str, name: str, path: str, is_child: bool
+) -> None:
+    config = config_of(name, path or module)
+    if is_child:
+        child = {"kv_connector": name, "kv_connector_module_path": path or module}
+        extra = {"connectors": [child]}
+        config = config_of("MultiConnector", kv_connector_extra_config=extra)
+    with pytest.raises(ValueError) as caught:
+        KVConnectorFactory.check_config(config)
+    for words in (repr(name), repr(path or module), "expected"):
+        assert words in str(caught.value)
+
+
+def test_every_connector_of_ours_has_its_settings_in_the_table() -> None:
+    classes = {
+        KVConnectorFactory.get_connector_class_by_name(name).__name__
+        for name in KVConnectorFactory._registry
+    }
+    assert classes <= set(SETTINGS) <= set(KVConnectorFactory._registry)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("is_child", [False, True])
+def test_an_unknown_key_of_a_connector_of_ours_lists_the_known(
+    name: str, is_child: bool
+) -> None:
+    extra: dict[str, Any] = {"foo": 1}
+    config = config_of(name, kv_connector_extra_config=extra)
+    if is_child:
+        child = {"kv_connector": name, "kv_connector_extra_config": extra}
+        extra = {"connectors": [child]}
+        config = config_of("MultiConnector", kv_connector_extra_config=extra)
+    with pytest.raises(ValueError) as caught:
+        KVConnectorFactory.check_config(config)
+    for words in ("'foo'", "Connector", "expected", *SETTINGS[name]):
+        assert words in str(caught.value)
+
+
+BAD_VALUES = {
+    "fill_byte": [-1, 256, True, 0.5, "0"],
+    "shared_storage_path": [5, ["/tmp"]],
+    "disk_path": [5, {}],
+    "eviction_policy": ["mru", [], 1],
+    "connectors": [{"a": 1}, [3], "x"],
+    "enable_cross_layers_blocks": ["yes", 2],
+    **{
+        name: [0, -1, True, "soon", float("nan"), float("inf")]
+        for name in ("lease_s", "unclaimed_s", "read_timeout_s", "answer_timeout_s")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for name, keys in SETTINGS.items() for key in keys]
+)
+def test_a_value_that_cannot_be_used_is_named_with_its_key(name: str, key: str) -> None:
+    values = BAD_VALUES.get(key, ["much", -1, True])
+    for value in values:
+        extra = {"cpu_bytes_to_use": "1MiB", key: value}
+        if name != "OffloadingConnector":
+            extra = {key: value}
+        with pytest.raises(ValueError) as caught:
+            KVConnectorFactory.check_config(
+                config_of(name, kv_connector_extra_config=extra)
+            )
+        for words in (key, repr(value), "expected"):
+            assert words in str(caught.value), (value, str(caught.value))
+
+
+def test_connectors_from_elsewhere_keep_any_key(monkeypatch: Any, module: str) -> None:
+    found = KVConnectorFactory.get_connector_class_by_name("ExampleConnector")
+    derived = type("ExampleConnector", (found,), {"__module__": module})
+    monkeypatch.setattr(sys.modules[module], "ExampleConnector", derived)
+    for name in ("Plain", "ExampleConnector"):
+        extra = {"foo": 1, "shared_storage_path": 5}
+        KVConnectorFactory.check_config(
+            config_of(name, module, kv_connector_extra_config=extra)
+        )
 
 
 @pytest.mark.parametrize("name", factory.NOT_BUILT_IN)

@@ -388,7 +388,7 @@ def test_a_prompt_is_named_by_what_its_states_depend_on() -> None:
     assert prompt_digest(request(tokens, prompt_embeds=object()), 3) is None
 
 
-def test_times_must_be_times() -> None:
+def test_times_are_those_given_or_defaults() -> None:
     def settings(**extra: Any) -> NixlSettings:
         transfer = KVTransferConfig(
             kv_connector="NixlConnector",
@@ -401,8 +401,6 @@ def test_times_must_be_times() -> None:
     found = settings(lease_s=3)
     assert found.serves and not found.reads
     assert (found.lease_s, found.unclaimed_s, found.port) == (3, 480, None)
-    with pytest.raises(ValueError, match="lease_s 0: expected seconds above 0"):
-        settings(lease_s=0)
 
 
 def test_environment_names_the_side_channel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     supports_hma,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.settings import check_settings
 from vllm.logger import init_logger
 from vllm.utils.import_utils import resolve
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -114,9 +115,18 @@ class KVConnectorFactory:
     def check_config(
         cls, kv_transfer_config: KVTransferConfig, block_bytes: int | None = None
     ) -> None:
-        """ValueError for a connector that is not there, and for what its class refuses
-        by its `check_config`; as `get_connector_class` otherwise."""
-        found = cls.get_connector_class(kv_transfer_config)
+        """ValueError for a connector that is not there, for settings that it does not
+        know and for what its class refuses by its `check_config`."""
+        try:
+            found = cls.get_connector_class(kv_transfer_config)
+        except (ImportError, AttributeError) as error:
+            module_path = kv_transfer_config.kv_connector_module_path
+            raise ValueError(
+                f"kv_connector {kv_transfer_config.kv_connector!r} of "
+                f"kv_connector_module_path {module_path!r} cannot be loaded: {error}; "
+                "expected a module that Python finds and a class in it"
+            ) from error
+        check_settings(found, kv_transfer_config)
         # A class from elsewhere may have been written before this was asked.
         check = getattr(found, "check_config", None)
         if check is not None:

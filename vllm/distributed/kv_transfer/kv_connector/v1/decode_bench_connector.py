@@ -41,9 +41,7 @@ class DecodeBenchConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._plan = kv_cache_config
         fill = self._kv_transfer_config.get_from_extra_config("fill_byte", 0)
-        if not isinstance(fill, int) or not 0 <= fill <= 255:
-            raise ValueError(f"fill_byte {fill!r} is no byte: expected 0 to 255")
-        self._fill_byte = fill
+        self._fill_byte = int(fill or 0)
         self._mover: BlockMover | None = None
         self._num_local: dict[str, int] = {}
         self._orders = self._no_orders()

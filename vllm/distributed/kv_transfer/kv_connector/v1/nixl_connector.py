@@ -73,6 +73,13 @@ class NixlConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config, engine_id, kv_cache_config
             )
 
+    @classmethod
+    def check_config(
+        cls, transfer: KVTransferConfig, block_bytes: int | None = None
+    ) -> None:
+        """ValueError without the package nixl."""
+        nixl_module()
+
     # --- scheduler side ---------------------------------------------------------------
 
     @property
