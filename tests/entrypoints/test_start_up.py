@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ def refused(
 ) -> Callable[..., str]:
     """Runs `vllm serve` with what is refused before a core is started; the line."""
 
-    def started(*_: Any) -> None:
+    def started(*_: object) -> None:
         raise AssertionError("a core is started")
 
     monkeypatch.setattr(CoreProcess, "start", started)
@@ -64,3 +63,21 @@ def test_a_model_without_a_tokenizer_serves_token_ids(
 ) -> None:
     with pytest.raises(AssertionError, match="a core is started"):
         main(["serve", str(without_tokenizer), "--skip-tokenizer-init", "--port", "0"])
+
+
+def test_a_template_that_does_not_parse_starts_no_core(
+    tiny_model: str,  # noqa: F811
+    refused: Callable[..., str],
+) -> None:
+    words = refused(tiny_model, "--chat-template", "{{ foo(")
+    assert "'{{ foo('" in words and "line 1" in words and "--chat-template" in words
+
+
+@pytest.mark.parametrize("names", [[""], ["a", ""], [" "]])
+def test_an_empty_name_of_a_model_is_refused(
+    tiny_model: str,  # noqa: F811
+    refused: Callable[..., str],
+    names: list[str],
+) -> None:
+    words = refused(tiny_model, "--served-model-name", *names)
+    assert repr(names) in words and "--served-model-name" in words

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from vllm.transformers_utils.chat_template import (
     flatten_content,
@@ -94,3 +95,49 @@ def test_templates_come_from_files_or_text(tmp_path: Path) -> None:
     assert load_chat_template(None) is None
     with pytest.raises(ValueError, match="nowhere"):
         load_chat_template("nowhere.jinja")
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        ("{{ foo(", 1),
+        ("{{ 1 }}\n{% if x %}", 2),
+        ("{% for m in messages %}\n{{ m\n}", 3),
+        ("{% nothing %}", 1),
+        ("\n{{ x | no_such_filter }}", 2),
+    ],
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_template_that_does_not_parse_is_refused_with_its_place(
+    template: str, line: int, in_file: bool, tmp_path: Path
+) -> None:
+    value: str | Path = template
+    if in_file:
+        value = tmp_path / "t.jinja"
+        value.write_text(template)
+    with pytest.raises(ValueError) as error:
+        load_chat_template(value)
+    words = str(error.value)
+    assert f"not valid Jinja (line {line}:" in words and "--chat-template" in words
+    assert "\n" not in words and (not in_file or str(value) in words)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        "{% generation %}{{ x }}{% endgeneration %}",
+        "{% for m in messages %}{% break %}{% continue %}{% endfor %}",
+        "{{ raise_exception('no') }}{{ strftime_now('%Y') }}{{ x | tojson }}",
+    ],
+)
+def test_what_transformers_renders_is_taken(template: str) -> None:
+    _compile_jinja_template(template)  # the reference
+    assert load_chat_template(template + "\n") == template + "\n"
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"t\.jinja.*cannot be read.*UTF-8"):
+        load_chat_template(file)

@@ -72,6 +72,12 @@ class ModelConfig:
         self.source = resolve_model(self.model, self.revision)
         if self.served_model_name is None:
             self.served_model_name = self.model
+        if not all(name.strip() for name in self.served_names):
+            raise ValueError(
+                f"served_model_name {self.served_model_name!r} has an empty name: "
+                "expected names that requests can give, or nothing to take the model's "
+                "(--served-model-name)"
+            )
         self.hf_config = get_config(
             self.source,
             self.trust_remote_code,

@@ -9,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 
 from vllm.exceptions import VLLMValidationError
 from vllm.utils.text_utils import short_repr
@@ -24,20 +27,56 @@ _JINJA_MARKS = ("{{", "{%", "{#", "\n")
 def load_chat_template(value: str | Path | None) -> str | None:
     """The template text for a path or for the text itself; None stays None.
 
-    Raises ValueError when the value is neither a readable file nor Jinja.
+    Raises ValueError when the value is neither a readable file nor Jinja, and when the
+    template cannot be parsed.
     """
     if value is None:
         return None
     text = str(value)
     if not isinstance(value, Path) and any(mark in text for mark in _JINJA_MARKS):
-        return text
+        return _parsed(text, short_repr(text))
     path = Path(text).expanduser()
     if not path.is_file():
         raise ValueError(
             f"chat template {text!r} is neither a file nor a Jinja template; pass the "
             "path of a .jinja file or the template itself (--chat-template)"
         )
-    return path.read_text(encoding="utf-8")
+    try:
+        found = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"chat template {text!r} cannot be read ({error}): expected a text file in "
+            "UTF-8 (--chat-template)"
+        ) from error
+    return _parsed(found, repr(text))
+
+
+class _Generation(Extension):
+    """The tag by which templates mark what an assistant said; it changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _parsed(template: str, shown: str) -> str:
+    """The template, which is valid Jinja. `shown` names it in the ValueError."""
+    # The tags and filters that transformers renders templates with.
+    environment = Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _Generation],
+    )
+    try:
+        environment.compile(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(
+            f"chat template {shown} is not valid Jinja (line {error.lineno}: "
+            f"{' '.join(str(error.message).split())}): correct it (--chat-template)"
+        ) from error
+    return template
 
 
 def render_chat(

@@ -7,7 +7,6 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -38,6 +37,7 @@ from vllm.entrypoints.openai.serving_chat import ChatServer, encoded_chat
 from vllm.entrypoints.openai.serving_completion import CompletionServer
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import init_logger
+from vllm.transformers_utils.chat_template import load_chat_template
 from vllm.utils.network_utils import listen_on
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.version import __version__
@@ -243,21 +243,6 @@ async def init_app_state(app: FastAPI, engine: AsyncLLM, args: Any) -> None:
     app.state.context = context
     app.state.completions = CompletionServer(context)
     app.state.chat = ChatServer(context)
-
-
-def load_chat_template(template: str | None) -> str | None:
-    """A template given as a file path or as its own text."""
-    if template is None:
-        return None
-    if any(char in template for char in "{}\n"):
-        return template
-    path = Path(template)
-    if not path.is_file():
-        raise ValueError(
-            f"--chat-template {template!r}: no such file, and it does not look like a "
-            "template either"
-        )
-    return path.read_text()
 
 
 async def run_server(args: argparse.Namespace) -> None:
