@@ -71,9 +71,31 @@ def test_the_command_line_says_which_option(
     assert f"argument {option}: {text!r} is not an amount of memory: expected" in last
 
 
+def test_what_is_no_size_is_told_every_unit() -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_size("1 parsec")
+    for unit in ("KiB", "MiB", "GiB", "TiB", "KB", "MB", "GB", "TB"):
+        assert f"{unit}" in str(caught.value) and parse_size(f"1{unit}") > 1
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_seqs"])
+@pytest.mark.parametrize("value", [*NO_NUMBERS, True])
+def test_what_nobody_gave_is_not_blamed(
+    tiny_model: str,  # noqa: F811
+    name: str,
+    value: Any,
+) -> None:
+    other = {"max_num_seqs", "max_num_batched_tokens"} - {name}
+    with pytest.raises(ValueError) as caught:
+        EngineArgs(model=tiny_model, **{name: value}).create_engine_config()
+    assert name in str(caught.value) and not any(o in str(caught.value) for o in other)
+
+
 @pytest.mark.parametrize(
     ("given", "num_bytes"),
     [
+        ("2TiB", 2 << 40),
+        ("3 TB", 3 * 10**12),
         ("1", 1),
         ("1.5KiB", 1536),
         ("2g", 2 * 10**9),

@@ -1,5 +1,6 @@
 """What cannot be served is refused before an engine core is started, in one line."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -81,3 +82,41 @@ def test_an_empty_name_of_a_model_is_refused(
 ) -> None:
     words = refused(tiny_model, "--served-model-name", *names)
     assert repr(names) in words and "--served-model-name" in words
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--ssl-keyfile", "/nope"], "--ssl-keyfile '/nope' has no certificate"),
+        (["--ssl-certfile", "/nope"], "--ssl-certfile '/nope' .*No such file"),
+        (["--ssl-certfile", __file__], "--ssl-certfile .*expected PEM files"),
+    ],
+)
+def test_files_that_no_tls_is_served_with_start_no_core(
+    tiny_model: str,  # noqa: F811
+    refused: Callable[..., str],
+    given: list[str],
+    words: str,
+) -> None:
+    assert re.search(words, refused(tiny_model, *given))
+
+
+@pytest.mark.parametrize("command", ["serve", "disagg-proxy"])
+@pytest.mark.parametrize("option", ["--host=", "--uvicorn-log-level=LOUD"])
+def test_options_of_listening_are_checked_by_the_parser(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, option])
+    assert ended.value.code == 2
+    assert f"argument {option.partition('=')[0]}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["5", '"*"', "[1]", "{}"])
+@pytest.mark.parametrize("kind", ["origins", "methods", "headers"])
+def test_what_cors_allows_is_a_list_of_texts(
+    kind: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", f"--allowed-{kind}", value])
+    assert "expected a JSON list of texts" in capsys.readouterr().err

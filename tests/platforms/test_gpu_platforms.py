@@ -127,6 +127,17 @@ def test_where_no_backend_serves_the_wish_is_still_named_first() -> None:
     assert words.endswith("On cpu, mend what keeps CPU_ATTN from it.")
 
 
+@pytest.mark.parametrize("asked", [None, AttentionBackendEnum.CPU_ATTN])
+def test_a_block_size_is_answered_with_the_sizes_of_this_device_alone(asked) -> None:
+    odd = LAYER._replace(block_size=7)
+    with pytest.raises(ValueError) as error:
+        CpuPlatform.get_attn_backend_cls(asked, odd)
+    assert str(error.value) == (
+        "block size 7 is not supported on cpu: expected any multiple of 16 tokens "
+        "(CPU_ATTN); correct --block-size, or leave it out"
+    )
+
+
 def test_a_command_line_that_asks_for_it_ends_with_that_error(tmp_path: Path) -> None:
     model = Qwen2Config(**SIZES, vocab_size=vocabulary())
     save_tiny(model, tmp_path)

@@ -240,14 +240,18 @@ class EngineArgs:
 
     def _scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         values = self._values_of(SchedulerConfig)
+        # A value that is refused decides no other one, which nobody gave.
         tokens = self.max_num_batched_tokens
         if tokens is None:
-            tokens = max(current_platform.default_step_tokens, self.max_num_seqs or 0)
+            asked = self.max_num_seqs if _is_count(self.max_num_seqs) else 0
+            tokens = max(current_platform.default_step_tokens, asked)
             if not self.enable_chunked_prefill:
                 tokens = max(tokens, max_model_len)
         seqs = self.max_num_seqs
         if seqs is None:
-            seqs = min(SchedulerConfig.DEFAULT_MAX_NUM_SEQS, tokens)
+            seqs = SchedulerConfig.DEFAULT_MAX_NUM_SEQS
+            if _is_count(tokens):
+                seqs = min(seqs, tokens)
         values.update(
             max_num_batched_tokens=tokens,
             max_num_seqs=seqs,
@@ -297,6 +301,10 @@ def _is_number(kind: Any) -> bool:
     """Says whether a field of this type takes numbers, and no truth values."""
     kinds = {kind, *get_args(kind)}
     return bool(kinds & {int, float}) and bool not in kinds
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1
 
 
 def _as(config_cls: type, value: Any) -> Any:

@@ -323,6 +323,7 @@ class Platform:
                 )
                 return backend.get_path()
             refusals[backend.name] = reasons
+        cls._check_block_size(candidates, attn_selector_config)
         others = cls._other_refusals(attn_selector_config, refusals.keys())
         layer = (
             f"head size {attn_selector_config.head_size}, model dtype "
@@ -338,6 +339,27 @@ class Platform:
         raise ValueError(
             f"{_listed(refusals)}.{listed}{cls._way_out(attn_selector_config)}"
         )
+
+    @classmethod
+    def _check_block_size(
+        cls,
+        candidates: list[AttentionBackendEnum],
+        attn_selector_config: AttentionSelectorConfig,
+    ) -> None:
+        """ValueError with the sizes there are, where the block size alone keeps the
+        candidates from a layer."""
+        asked = attn_selector_config.block_size
+        free = attn_selector_config._replace(block_size=None)
+        sizes = {
+            f"{backend.get_class().block_sizes_in_words()} tokens ({backend.name})"
+            for backend in candidates
+            if not cls.attn_backend_refusals(backend, free)
+        }
+        if asked is not None and sizes:
+            raise ValueError(
+                f"block size {asked} is not supported on {cls.device_name}: expected "
+                f"{' or '.join(sorted(sizes))}; correct --block-size, or leave it out"
+            )
 
     @classmethod
     def _other_refusals(

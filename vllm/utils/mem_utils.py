@@ -11,6 +11,8 @@ from vllm.utils.mem_constants import (
     KiB_bytes,
     MB_bytes,
     MiB_bytes,
+    TB_bytes,
+    TiB_bytes,
 )
 
 _UNITS = {
@@ -28,6 +30,10 @@ _UNITS = {
     "gb": GB_bytes,
     "gi": GiB_bytes,
     "gib": GiB_bytes,
+    "t": TB_bytes,
+    "tb": TB_bytes,
+    "ti": TiB_bytes,
+    "tib": TiB_bytes,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -49,7 +55,8 @@ def parse_size(given: str | float) -> int:
     if not 1 <= size < math.inf:
         raise ValueError(
             f"{given!r} is not an amount of memory: expected a number above 0 with an "
-            "optional unit, for example 4GiB, 256MiB or 1048576"
+            "optional unit (KiB, MiB, GiB, TiB; KB, MB, GB, TB), for example 4GiB, "
+            "256MiB or 1048576"
         )
     return int(size)
 

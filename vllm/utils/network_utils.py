@@ -1,5 +1,6 @@
 """Sockets: free ports, addresses for ZeroMQ."""
 
+import errno
 import os
 import socket
 import tempfile
@@ -8,6 +9,14 @@ from pathlib import Path
 
 # What Linux takes in an address, without its final zero.
 _MAX_SOCKET_PATH_BYTES = 107
+_MAX_PORT = 65535
+# Why an address cannot be bound -> the way out.
+_WAYS_OUT = {
+    errno.EADDRINUSE: "stop what uses it, or choose another --port (0: any free one)",
+    errno.EADDRNOTAVAIL: "this machine has no such address; choose one of its own with "
+    "--host (0.0.0.0: all)",
+    errno.EACCES: "this user may not listen there; choose a --port above 1023",
+}
 
 
 def get_open_port(host: str = "127.0.0.1") -> int:
@@ -20,18 +29,29 @@ def get_open_port(host: str = "127.0.0.1") -> int:
 def listen_on(host: str, port: int) -> socket.socket:
     """A socket bound to an address, taken before anything slow begins.
 
-    Raises ValueError when the address cannot be bound.
+    Raises ValueError, naming what is wrong with it, when it cannot be bound.
     """
+    if not 0 <= port <= _MAX_PORT:
+        raise ValueError(
+            f"port {port} does not exist: expected 1 to {_MAX_PORT}, or 0 for any free "
+            "one (--port)"
+        )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (socket.gaierror, UnicodeError) as error:
         sock.close()
         raise ValueError(
-            f"cannot listen on {host}:{port} ({error}): stop what uses it or choose "
-            "another with --host and --port"
+            f"cannot listen on {host}:{port}: the host {host!r} cannot be resolved "
+            f"({error}); expected an address or a name of this machine (--host)"
+        ) from None
+    except OSError as error:
+        sock.close()
+        way_out = _WAYS_OUT.get(error.errno or 0, "choose another --host or --port")
+        raise ValueError(
+            f"cannot listen on {host}:{port} ({error}): {way_out}"
         ) from None
     return sock
 

@@ -4,9 +4,10 @@ import argparse
 import asyncio
 
 import uvicorn
+from uvicorn.config import LOG_LEVELS
 
 from vllm.entrypoints.disagg.proxy import build_app
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, text
 from vllm.utils.network_utils import listen_on
 
 # How long running requests have to end when the proxy is stopped.
@@ -29,9 +30,19 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
         metavar="URL",
         help="servers that go on from there, used in turn",
     )
-    add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0: all)")
+    add(
+        "--host",
+        type=text,
+        default="127.0.0.1",
+        help="address to listen on (0.0.0.0: all)",
+    )
     add("--port", type=int, default=8000, help="port to listen on (0: any free one)")
-    add("--uvicorn-log-level", default="warning", help="log level of the HTTP loop")
+    add(
+        "--uvicorn-log-level",
+        choices=list(LOG_LEVELS),
+        default="warning",
+        help="log level of the HTTP loop",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

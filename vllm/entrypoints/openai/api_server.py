@@ -35,6 +35,7 @@ from vllm.entrypoints.openai.protocol import (
 from vllm.entrypoints.openai.serving import ServingContext
 from vllm.entrypoints.openai.serving_chat import ChatServer, encoded_chat
 from vllm.entrypoints.openai.serving_completion import CompletionServer
+from vllm.entrypoints.openai.start_checks import check_tls
 from vllm.exceptions import EngineDeadError, VLLMValidationError
 from vllm.logger import init_logger
 from vllm.transformers_utils.chat_template import load_chat_template
@@ -250,6 +251,7 @@ async def run_server(args: argparse.Namespace) -> None:
     sock = listen_on(args.host, args.port)
     try:
         load_chat_template(args.chat_template)
+        check_tls(args.ssl_keyfile, args.ssl_certfile, args.ssl_ca_certs)
         engine_args = AsyncEngineArgs.from_cli_args(args)
         config = engine_args.create_engine_config()
         app = build_app(args)

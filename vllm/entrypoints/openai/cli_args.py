@@ -2,11 +2,13 @@
 
 import argparse
 
+from uvicorn.config import LOG_LEVELS
+
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.openai.start_checks import text_list
 from vllm.utils.argparse_utils import (
     FlexibleArgumentParser,
     at_least,
-    json_value,
     text,
 )
 
@@ -16,7 +18,12 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
     flag = argparse.BooleanOptionalAction
     group = parser.add_argument_group("server")
     add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (0.0.0.0: all)")
+    add(
+        "--host",
+        type=text,
+        default="127.0.0.1",
+        help="address to listen on (0.0.0.0: all)",
+    )
     add("--port", type=int, default=8000, help="port to listen on (0: any free one)")
     add(
         "--api-key",
@@ -25,9 +32,9 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
         default=None,
         help="keys that /v1 requests must carry",
     )
-    add("--allowed-origins", type=json_value, default=["*"], help="CORS origins, JSON")
-    add("--allowed-methods", type=json_value, default=["*"], help="CORS methods, JSON")
-    add("--allowed-headers", type=json_value, default=["*"], help="CORS headers, JSON")
+    add("--allowed-origins", type=text_list, default=["*"], help="CORS origins, JSON")
+    add("--allowed-methods", type=text_list, default=["*"], help="CORS methods, JSON")
+    add("--allowed-headers", type=text_list, default=["*"], help="CORS headers, JSON")
     add("--allow-credentials", action=flag, default=False, help="CORS credentials")
     add("--ssl-keyfile", default=None, help="TLS key")
     add("--ssl-certfile", default=None, help="TLS certificate")
@@ -71,7 +78,12 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
         help="answer with X-Request-Id",
     )
     add("--disable-fastapi-docs", action=flag, default=False, help="no /docs")
-    add("--uvicorn-log-level", default="warning", help="log level of the HTTP loop")
+    add(
+        "--uvicorn-log-level",
+        choices=list(LOG_LEVELS),
+        default="warning",
+        help="log level of the HTTP loop",
+    )
     add(
         "--disable-uvicorn-access-log",
         action=flag,
