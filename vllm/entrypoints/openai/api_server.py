@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.disconnect import until_disconnect
 from vllm.entrypoints.openai.errors import install_error_handlers
 from vllm.entrypoints.openai.middleware import (
     ApiKeyMiddleware,
+    BodySizeMiddleware,
     LoadMiddleware,
     RequestIdMiddleware,
 )
@@ -149,15 +150,19 @@ def _tokenized(context: ServingContext, body: TokenizeRequest) -> TokenizeRespon
 async def detokenize(body: DetokenizeRequest, raw: Request) -> JSONResponse:
     context = _context(raw)
     context.check_model(body.model)
+    text = await context.threads.run(_detokenized, context, body.tokens)
+    return JSONResponse(DetokenizeResponse(prompt=text).model_dump())
+
+
+def _detokenized(context: ServingContext, tokens: list[int]) -> str:
     vocab = context.vllm_config.model_config.get_vocab_size()
-    for token in body.tokens:
+    for token in tokens:
         if not 0 <= token < vocab:
             raise VLLMValidationError(
                 f"token id {token} is outside the vocabulary (0 to {vocab - 1})",
                 parameter="tokens",
             )
-    text = await context.threads.run(context.tokenizer.decode, body.tokens)
-    return JSONResponse(DetokenizeResponse(prompt=text).model_dump())
+    return context.tokenizer.decode(tokens)
 
 
 async def reset_prefix_cache(raw: Request) -> Response:
@@ -206,6 +211,7 @@ def _install_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     keys = list(args.api_key or [])
     if not keys and envs.VLLM_API_KEY:
         keys = [envs.VLLM_API_KEY]
+    app.add_middleware(BodySizeMiddleware)
     app.add_middleware(LoadMiddleware, state=app.state)
     if keys:
         app.add_middleware(ApiKeyMiddleware, keys=keys)

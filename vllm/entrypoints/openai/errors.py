@@ -74,7 +74,8 @@ def json_error(error: Exception) -> JSONResponse:
 
 def _validation_error(error: RequestValidationError) -> ErrorResponse:
     """The first fault of a body that does not fit the request's fields."""
-    first = error.errors()[0]
+    faults = error.errors()
+    first = faults[0]
     cause = (first.get("ctx") or {}).get("error")
     if isinstance(cause, VLLMValidationError):
         return to_error(cause)
@@ -91,7 +92,7 @@ def _validation_error(error: RequestValidationError) -> ErrorResponse:
         )
     # A field that takes several types has one complaint for each of them.
     field = where[0]
-    same = [e["msg"] for e in error.errors() if field in map(str, e["loc"])]
+    same = [e["msg"] for e in faults if field in map(str, e["loc"])]
     same = [text.removeprefix("Value error, ") for text in same]
     message = f"{field}: {'; or '.join(dict.fromkeys(same))}"
     given = first.get("input")
