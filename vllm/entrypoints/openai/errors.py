@@ -67,6 +67,11 @@ def to_error(error: Exception) -> ErrorResponse:
     )
 
 
+def json_response(message: str, status: HTTPStatus) -> JSONResponse:
+    """An error without an exception."""
+    return JSONResponse(error_response(message, status).model_dump(), status.value)
+
+
 def json_error(error: Exception) -> JSONResponse:
     body = to_error(error)
     return JSONResponse(body.model_dump(), status_code=body.error.code)
