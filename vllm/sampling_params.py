@@ -4,9 +4,10 @@ import copy
 from dataclasses import field as dc_field
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from vllm.exceptions import VLLMValidationError
@@ -16,7 +17,12 @@ _SAMPLING_EPS = 1e-5
 # Below this temperature logits overflow: lower ones are raised to it, but 0 is greedy.
 _MIN_TEMPERATURE = 1e-2
 MAX_STOP_STRINGS = 64
-MAX_BAD_WORDS = 1024  # each is tokenized twice while other requests wait
+# Each is tokenized twice, and looked for at every step.
+MAX_BAD_WORDS = 1024
+MAX_LIST_CHARACTERS = 16384  # of all stop strings, and of all bad words
+# Every continuation has its own copy of the prompt and of the parameters: ids,
+# characters and other values, 50 bytes each in the engine.
+MAX_VALUES = 1 << 24
 
 
 class SamplingType(IntEnum):
@@ -33,6 +39,9 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 @dataclass
 class StructuredOutputsParams:
     """The form that the output must have: one of json, regex, choice, grammar,
@@ -40,7 +49,7 @@ class StructuredOutputsParams:
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -52,8 +61,13 @@ class StructuredOutputsParams:
     # The field of the request that asked, which errors name.
     _parameter: str = dc_field(default="structured_outputs", init=False)
 
+    @property
+    def num_values(self) -> int:
+        """Characters and other values of the form."""
+        return _num_values([getattr(self, name) for name in _FORMS])
+
     def __post_init__(self) -> None:
-        forms = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+        forms = _FORMS
         given = [name for name in forms if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise VLLMValidationError(
@@ -171,15 +185,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
 
     def _verify_lists(self) -> None:
         stops: Any = self.stop
-        if len(stops) > MAX_STOP_STRINGS:
-            raise VLLMValidationError(
-                f"stop must hold at most {MAX_STOP_STRINGS} strings, got "
-                f"{len(stops):,}",
-                parameter="stop",
-                value=len(stops),
-            )
-        if any(not isinstance(text, str) or not text for text in stops):
-            _refuse("stop", self.stop, "non-empty strings")
+        _check_strings("stop", stops, MAX_STOP_STRINGS)
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
         if stops and not self.detokenize:
             _refuse("stop", self.stop, "detokenize=True, or stop_token_ids instead")
         if any(not isinstance(token, int) for token in self.stop_token_ids or []):
@@ -188,16 +195,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
             _refuse(
                 "allowed_token_ids", self.allowed_token_ids, "at least one token id"
             )
-        words: Any = self.bad_words
-        if len(words) > MAX_BAD_WORDS:
-            raise VLLMValidationError(
-                f"bad_words must hold at most {MAX_BAD_WORDS} words, got "
-                f"{len(words):,}",
-                parameter="bad_words",
-                value=len(words),
-            )
-        if any(not isinstance(word, str) or not word for word in words):
-            _refuse("bad_words", self.bad_words, "non-empty strings")
         if self.n > 1 and self.sampling_type == SamplingType.GREEDY:
             _refuse("n", self.n, "1 when temperature is 0 (greedy)")
 
@@ -234,9 +231,59 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
         if extra and not self.ignore_eos:
             self.stop_token_ids = sorted(extra.union(self.stop_token_ids or ()))
 
+    @property
+    def num_values(self) -> int:
+        """Ids, characters and other values in what has no fixed size."""
+        given = (
+            *(self.stop, self.bad_words, self.stop_token_ids, self.logprob_token_ids),
+            *(self.allowed_token_ids, self.logit_bias, self.extra_args),
+        )
+        form = self.structured_outputs
+        return _num_values(given) + (0 if form is None else form.num_values)
+
     def clone(self) -> "SamplingParams":
         """A copy that shares nothing mutable."""
         return copy.deepcopy(self)
+
+
+def check_values(n: int, num_values: int, parameter: str = "n") -> None:
+    """VLLMValidationError where n continuations of `num_values` each are too much."""
+    if n * num_values > MAX_VALUES:
+        raise VLLMValidationError(
+            f"{n:,} continuations of {num_values:,} tokens, ids and characters of the "
+            f"prompt and its parameters are above the limit of {MAX_VALUES:,} in all: "
+            "ask for the others in further requests",
+            parameter=parameter,
+        )
+
+
+def _num_values(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(_num_values(k) + _num_values(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return sum(map(_num_values, value))
+    return value is not None
+
+
+def _check_strings(name: str, texts: Any, most: int) -> None:
+    if len(texts) > most:
+        raise VLLMValidationError(
+            f"{name} must hold at most {most:,} strings, got {len(texts):,}: leave the "
+            "others out",
+            parameter=name,
+            value=len(texts),
+        )
+    if any(not isinstance(text, str) or not text for text in texts):
+        _refuse(name, texts, "non-empty strings")
+    if (length := sum(map(len, texts))) > MAX_LIST_CHARACTERS:
+        raise VLLMValidationError(
+            f"{name} must hold at most {MAX_LIST_CHARACTERS:,} characters in all, got "
+            f"{length:,}: use fewer or shorter strings",
+            parameter=name,
+            value=length,
+        )
 
 
 def _refuse(name: str, value: Any, expected: str) -> None:

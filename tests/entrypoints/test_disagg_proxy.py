@@ -1,6 +1,7 @@
 """`vllm disagg-proxy` before two real servers: the same answers, the same errors."""
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -13,7 +14,6 @@ from urllib.request import urlopen
 import httpx
 import openai
 import pytest
-import uvicorn
 from fastapi.testclient import TestClient
 
 from tests.remote_server import RemoteCommand, RemoteServer
@@ -299,17 +299,26 @@ def test_the_command_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert line.startswith("vllm disagg-proxy: error: --prefill 'ftp://a': ")
 
 
-def test_who_reads_that_it_is_ready_may_connect(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_who_reads_that_it_is_ready_may_connect_and_stop_it(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def serve(self: uvicorn.Server, sockets: list[socket.socket]) -> None:
-        socket.create_connection(sockets[0].getsockname(), timeout=5).close()
+    told: list[str] = []
 
-    monkeypatch.setattr(uvicorn.Server, "serve", serve)
-    assert (
-        main(["disagg-proxy", "--prefill", "a:1", "--decode", "b:1", "--port=0"]) == 0
-    )
-    assert "is ready on http://127.0.0.1:" in capsys.readouterr().out
+    def read(text: str, **_: object) -> None:
+        told.append(text)
+        port = int(text.split("http://127.0.0.1:")[1].split()[0])
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        signal.raise_signal(signal.SIGINT)
+
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr("builtins.print", read)
+    try:
+        words = ["disagg-proxy", "--prefill", "a:1", "--decode", "b:1", "--port=0"]
+        assert main(words) == 0
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert len(told) == 1
 
 
 def test_servers_take_turns() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.remote_server import RemoteServer
+from tests.remote_server import RemoteCommand, RemoteServer
 from tests.tiny_model import tiny_model  # noqa: F401
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.utils.signals import (
@@ -191,6 +192,61 @@ def test_a_service_manager_stops_a_server_whose_requests_run_on(
     assert rest[-1] == "data: [DONE]"
     assert '"finish_reason":"length"' in rest[-2]
     assert "has stopped" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("number", "is_idle", "count", "gap"),
+    [
+        (signal.SIGINT, True, 2, 0.1),
+        (signal.SIGINT, False, 200, 0.02),
+        (signal.SIGTERM, False, 2, 0.3),
+    ],
+)
+def test_a_server_that_is_told_again_and_again_ends_without_a_traceback(
+    number: signal.Signals,
+    is_idle: bool,
+    count: int,
+    gap: float,
+    tiny_model: str,  # noqa: F811
+) -> None:
+    """Until it is gone; what runs then is cut, and told so."""
+    args = ["--kv-cache-memory-bytes", "8MiB", "--trust-request-chat-template"]
+    loops = "".join(f"{{% for i{n} in range(9000) %}}" for n in range(5))
+    hanging = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "chat_template": loops + "{% endfor %}" * 5,
+    }
+    answers: list[int] = []
+
+    def ask(url: str) -> None:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=hanging, timeout=60)
+        answers.append(answer.status_code)
+
+    with RemoteServer(tiny_model, args) as server:
+        thread = threading.Thread(target=ask, args=[server.url])
+        if not is_idle:
+            thread.start()
+            time.sleep(0.5)
+        for _ in range(count):
+            if server.process.poll() is not None:
+                break
+            server.process.send_signal(number)
+            time.sleep(gap)
+        assert server.process.wait(timeout=40) == 0
+    assert "Traceback" not in server.log and "Error" not in server.log, server.log
+    if not is_idle:
+        thread.join(30)
+        assert answers == [503]
+
+
+def test_a_proxy_that_is_told_twice_ends_without_a_traceback() -> None:
+    words = ["disagg-proxy", "--prefill", "http://127.0.0.1:9"]
+    with RemoteCommand([*words, "--decode", "http://127.0.0.1:9"]) as proxy:
+        for _ in range(2):
+            proxy.process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert proxy.process.wait(timeout=40) == 0
+    assert "Traceback" not in proxy.log, proxy.log
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])

@@ -50,7 +50,9 @@ def signals_as_exceptions() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(handlers)
+        # What a server has put in their place stays: it ends by itself.
+        ours = {n: h for n, h in handlers.items() if signal.getsignal(n) is end}
+        _restore(ours)
 
 
 @contextmanager

@@ -6,11 +6,19 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
+from vllm.entrypoints.disagg.proxy import build_app as build_proxy
+from vllm.entrypoints.openai.errors import install_error_handlers
+from vllm.entrypoints.openai.middleware import MAX_BODY_BYTES, BodySizeMiddleware
 from vllm.entrypoints.openai.protocol import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
+    ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
 )
 from vllm.entrypoints.openai.serving import merge
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -96,3 +104,96 @@ def test_news_for_a_slow_client_add_up_in_time_that_grows_as_their_number(
     assert time.process_time() - started < 2.0  # 0.05 s; searched each time, 5 s
     assert [out.index for out in whole.outputs] == [count - 1, *range(count - 1)]
     assert {out.text for out in whole.outputs[1:]} == {"ab" if aggregate else "b"}
+
+
+REQUIRED: dict[type, dict[str, Any]] = {
+    CompletionRequest: {"prompt": "a"},
+    ChatCompletionRequest: {"messages": [{"role": "user", "content": "a"}]},
+    TokenizeRequest: {"prompt": "a"},
+    DetokenizeRequest: {"tokens": [1]},
+}
+
+
+def fields_of_type(model: Any, kind: str) -> list[str]:
+    fields = model.model_json_schema()["properties"]
+    return [
+        name
+        for name, schema in fields.items()
+        if kind in {part.get("type") for part in schema.get("anyOf", [schema])}
+    ]
+
+
+LISTS = [(m, name) for m in REQUIRED for name in fields_of_type(m, "array")]
+MAPS = [(m, name) for m in REQUIRED for name in fields_of_type(m, "object")]
+
+
+@pytest.fixture(scope="module")
+def client() -> TestClient:
+    app = FastAPI()
+    install_error_handlers(app)
+    app.add_middleware(BodySizeMiddleware)
+    for model in REQUIRED:
+
+        def take(body: model) -> None:  # type: ignore[valid-type]
+            """Only the body is looked at."""
+
+        app.post(f"/{model.__name__}")(take)
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(("model", "name"), LISTS)
+def test_of_many_faults_in_a_list_the_first_is_told(
+    model: type, name: str, client: TestClient
+) -> None:
+    """All of them would take seconds, in which nobody else is answered."""
+    body = {**REQUIRED[model], name: [1.5] * 100_000}
+    started = time.process_time()
+    answer = client.post(f"/{model.__name__}", json=body)
+    assert time.process_time() - started < 0.6  # 0.02 s; with all of them, 1 to 3 s
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(("model", "name"), MAPS)
+def test_of_many_faults_in_a_map_the_first_is_told(
+    model: type, name: str, client: TestClient
+) -> None:
+    body = {**REQUIRED[model], name: {str(i): [[]] for i in range(100_000)}}
+    started = time.process_time()
+    answer = client.post(f"/{model.__name__}", json=body)
+    assert time.process_time() - started < 1.0
+    taken_as_they_are = ("kv_transfer_params", "vllm_xargs", "chat_template_kwargs")
+    assert (answer.status_code == 200) == (name in taken_as_they_are), answer.text
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["a" * (8 << 20), [7] * 1_000_000, ["ab" * 1000] * MAX_PROMPTS, [[7] * 500] * 2048],
+    ids=["text", "ids", "texts", "lists of ids"],
+)
+def test_a_large_prompt_is_looked_at_quickly(prompt: Any) -> None:
+    """Character by character, 8 MiB take seconds."""
+    started = time.process_time()
+    CompletionRequest.model_validate({"prompt": prompt})
+    assert time.process_time() - started < 3.0
+
+
+def bodies_of(size: int) -> list[Any]:
+    part = b" " * (1 << 20)
+    unstated = (part[: size - at] for at in range(0, size, len(part)))
+    return [b" " * size, unstated]
+
+
+@pytest.mark.parametrize("is_stated", [True, False])
+def test_bodies_above_the_limit_are_not_read(
+    is_stated: bool, client: TestClient
+) -> None:
+    proxy = TestClient(build_proxy(["http://a"], ["http://b"]))
+    kind = {"Content-Type": "application/json"}
+    for size, status in ((MAX_BODY_BYTES, 400), (MAX_BODY_BYTES + 1, 413)):
+        for app, path in ((client, "/CompletionRequest"), (proxy, "/v1/completions")):
+            body = bodies_of(size)[not is_stated]
+            answer = app.post(path, content=body, headers=kind)
+            assert answer.status_code == status, answer.text
+            message = answer.json()["error"]["message"]
+            assert ("more than 33,554,432 bytes" in message) == (status == 413)

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,31 @@ def test_cached_prompt_tokens_are_reported(engine: AsyncLLM) -> None:
     second = asyncio.run(run(engine, "p2", params(), prompt))[-1]
     assert first.num_cached_tokens == 0 and second.num_cached_tokens >= 32
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    "given", [{"structured_outputs": {"choice": ["a"]}}, {"bad_words": ["a"]}]
+)
+def test_a_request_that_takes_a_while_to_check_keeps_nobody_waiting(
+    engine: AsyncLLM, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = engine.input_processor.process_inputs
+    may_end = threading.Event()
+
+    def slow(request_id: str, *args: Any, **kwargs: Any) -> Any:
+        assert request_id == "quick" or may_end.wait(60)
+        return check(request_id, *args, **kwargs)
+
+    monkeypatch.setattr(engine.input_processor, "process_inputs", slow)
+
+    async def both() -> None:
+        slow = asyncio.create_task(run(engine, "slow", params(**given)))
+        await run(engine, "quick", params())
+        assert not slow.done()
+        may_end.set()
+        assert (await slow)[-1].finished
+
+    asyncio.run(both())
 
 
 def test_death_of_the_core_ends_every_stream(engine: AsyncLLM) -> None:

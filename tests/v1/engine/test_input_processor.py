@@ -1,12 +1,18 @@
 """What cannot be served is refused before the core sees it, and nothing stays open."""
 
+import time
 from typing import Any
 
 import pytest
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_LIST_CHARACTERS,
+    RequestOutputKind,
+    SamplingParams,
+)
 from vllm.v1.engine.input_processor import InputProcessor, load_tokenizer
 
 MAX_LEN = 64
@@ -149,7 +155,7 @@ def test_bad_words_that_are_spelled_alike_are_encoded_once(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["w"] * 100_000, "bad_words must hold at most 1024 words, got 100,000"),
+        (["w"] * 100_000, "bad_words must hold at most 1,024 strings, got 100,000"),
         (["a", ""], "bad_words must be non-empty strings"),
         (["a", 5], "bad_words must be non-empty strings"),
     ],
@@ -188,3 +194,47 @@ def test_salt_and_priority_travel(
     monkeypatch.setattr(processor, "policy", "priority")
     _, request = processor.process_inputs("r", prompt, SamplingParams(), priority=3)
     assert (request.cache_salt, request.priority) == ("s", 3)
+
+
+def test_bad_words_are_counted_and_take_time_that_grows_as_their_number(
+    processor: InputProcessor,
+) -> None:
+    words = [f"word{i}" for i in range(MAX_BAD_WORDS)]
+    started = time.process_time()
+    _, request = process(processor, "a", bad_words=[*words[1:], words[1]])
+    assert time.process_time() - started < 1.0
+    found = request.sampling_params.bad_words_token_ids
+    assert len({tuple(ids) for ids in found}) == len(found) >= MAX_BAD_WORDS - 1
+    with pytest.raises(VLLMValidationError, match="at most 1,024 strings, got 1,025"):
+        SamplingParams(bad_words=[*words, "one more"])
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_strings_of_a_request_are_short(name: str) -> None:
+    half = "x" * (MAX_LIST_CHARACTERS // 2)
+    assert getattr(SamplingParams(**{name: [half, half]}), name) == [half, half]
+    with pytest.raises(VLLMValidationError, match="at most 16,384 characters in all"):
+        SamplingParams(**{name: [half, half, "x"]})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stop_token_ids": [5] * 2000},
+        {"allowed_token_ids": [5] * 2000},
+        {"logit_bias": dict.fromkeys(range(300), 1.0), "stop_token_ids": [5] * 500},
+        {"bad_words": ["ab"] * 1000},
+        {"stop": ["a" * 2000]},
+        {"extra_args": {"a": "b" * 2000}},
+        {"structured_outputs": {"choice": ["a" * 2000]}},
+        {"structured_outputs": {"json": {"enum": ["a" * 2000]}}},
+    ],
+)
+def test_each_continuation_has_its_own_values(
+    processor: InputProcessor, given: dict[str, Any]
+) -> None:
+    """Not only their number is limited: so is what all of them hold."""
+    assert process(processor, "a", n=2, **given)
+    with pytest.raises(VLLMValidationError, match="16,384 continuations of") as caught:
+        process(processor, "a", n=16384, **given)
+    assert caught.value.parameter == "n"

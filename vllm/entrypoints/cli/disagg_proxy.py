@@ -2,11 +2,13 @@
 
 import argparse
 import asyncio
+from functools import partial
 
 import uvicorn
 from uvicorn.config import LOG_LEVELS
 
 from vllm.entrypoints.disagg.proxy import build_app
+from vllm.entrypoints.http_server import HttpServer
 from vllm.utils.argparse_utils import FlexibleArgumentParser, text
 from vllm.utils.network_utils import listen_on
 
@@ -49,21 +51,18 @@ def run(args: argparse.Namespace) -> int:
     app = build_app(args.prefill, args.decode)
     sock = listen_on(args.host, args.port)
     try:
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                log_level=args.uvicorn_log_level,
-                access_log=False,
-                timeout_graceful_shutdown=_SHUTDOWN_S,
-            )
-        )
-        sock.listen(server.config.backlog)  # who reads the next line may connect
         host, port = sock.getsockname()[:2]
-        print(
+        ready = (
             f"The proxy is ready on http://{host}:{port} (prompts go to "
-            f"{', '.join(args.prefill)}, what follows to {', '.join(args.decode)})",
-            flush=True,
+            f"{', '.join(args.prefill)}, what follows to {', '.join(args.decode)})"
         )
+        config = uvicorn.Config(
+            app,
+            log_level=args.uvicorn_log_level,
+            access_log=False,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+        )
+        server = HttpServer(config, partial(print, ready, flush=True))
         asyncio.run(server.serve(sockets=[sock]))
     finally:
         sock.close()

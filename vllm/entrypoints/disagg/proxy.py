@@ -21,6 +21,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.disagg.server_url import server_url
 from vllm.entrypoints.openai.disconnect import until_disconnect
 from vllm.entrypoints.openai.errors import error_response, install_error_handlers
+from vllm.entrypoints.openai.middleware import BodySizeMiddleware
 from vllm.logger import init_logger
 
 logger = init_logger(__name__)
@@ -355,6 +356,7 @@ def build_app(prefill: list[str], decode: list[str]) -> FastAPI:
 
     app = FastAPI(title="vLLM disaggregation proxy", lifespan=lifespan)
     app.include_router(router)
+    app.add_middleware(BodySizeMiddleware)
     install_error_handlers(app)
 
     @app.exception_handler(Unreachable)

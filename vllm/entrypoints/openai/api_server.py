@@ -3,10 +3,10 @@
 import argparse
 import asyncio
 import json
-import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -17,10 +17,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, generate_latest
 
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.http_server import HttpServer
 from vllm.entrypoints.openai.disconnect import until_disconnect
 from vllm.entrypoints.openai.errors import install_error_handlers
 from vllm.entrypoints.openai.middleware import (
     ApiKeyMiddleware,
+    BodySizeMiddleware,
     LoadMiddleware,
     RequestIdMiddleware,
 )
@@ -150,15 +152,19 @@ def _tokenized(context: ServingContext, body: TokenizeRequest) -> TokenizeRespon
 async def detokenize(body: DetokenizeRequest, raw: Request) -> JSONResponse:
     context = _context(raw)
     context.check_model(body.model)
+    text = await context.threads.run(_detokenized, context, body.tokens)
+    return JSONResponse(DetokenizeResponse(prompt=text).model_dump())
+
+
+def _detokenized(context: ServingContext, tokens: list[int]) -> str:
     vocab = context.vllm_config.model_config.get_vocab_size()
-    for token in body.tokens:
+    for token in tokens:
         if not 0 <= token < vocab:
             raise VLLMValidationError(
                 f"token id {token} is outside the vocabulary (0 to {vocab - 1})",
                 parameter="tokens",
             )
-    text = await context.threads.run(context.tokenizer.decode, body.tokens)
-    return JSONResponse(DetokenizeResponse(prompt=text).model_dump())
+    return context.tokenizer.decode(tokens)
 
 
 async def reset_prefix_cache(raw: Request) -> Response:
@@ -207,6 +213,7 @@ def _install_middleware(app: FastAPI, args: argparse.Namespace) -> None:
     keys = list(args.api_key or [])
     if not keys and envs.VLLM_API_KEY:
         keys = [envs.VLLM_API_KEY]
+    app.add_middleware(BodySizeMiddleware)
     app.add_middleware(LoadMiddleware, state=app.state)
     if keys:
         app.add_middleware(ApiKeyMiddleware, keys=keys)
@@ -268,38 +275,30 @@ async def run_server(args: argparse.Namespace) -> None:
 
 
 async def _serve(app: FastAPI, sock: socket.socket, args: argparse.Namespace) -> None:
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level=args.uvicorn_log_level,
-            access_log=not args.disable_uvicorn_access_log,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_certfile=args.ssl_certfile,
-            ssl_ca_certs=args.ssl_ca_certs,
-            timeout_keep_alive=5,
-            timeout_graceful_shutdown=args.shutdown_timeout + _LAST_WORDS_S,
-        )
-    )
-    task = asyncio.create_task(server.serve(sockets=[sock]))
-    while not server.started and not task.done():
-        await asyncio.sleep(0.01)
-    loop = asyncio.get_running_loop()
+    loop, engine = asyncio.get_running_loop(), app.state.context.engine
 
-    def stop() -> None:
-        if server.should_exit:
-            server.force_exit = True
+    def stop(is_again: bool) -> None:
+        if is_again:
+            engine.abort_all()
             return
-        logger.info(
-            "stopping; running requests have %d s to end", args.shutdown_timeout
-        )
-        server.should_exit = True
-        loop.call_later(args.shutdown_timeout, app.state.context.engine.abort_all)
+        seconds = args.shutdown_timeout
+        logger.info("stopping; running requests have %d s to end", seconds)
+        loop.call_later(seconds, engine.abort_all)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    _say_ready(app.state.context, sock, args)
+    config = uvicorn.Config(
+        app,
+        log_level=args.uvicorn_log_level,
+        access_log=not args.disable_uvicorn_access_log,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        ssl_ca_certs=args.ssl_ca_certs,
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=args.shutdown_timeout + _LAST_WORDS_S,
+    )
+    ready = partial(_say_ready, app.state.context, sock, args)
+    server = HttpServer(config, ready, stop)
     engine_watch = asyncio.create_task(_stop_when_dead(app, server))
-    await task
+    await server.serve(sockets=[sock])
     engine_watch.cancel()
     if app.state.context.engine.errored:
         raise EngineDeadError("the engine has stopped; its reason is above")

@@ -11,17 +11,18 @@ async def until_disconnect(request: Request, work: Any) -> Any:
 
     Returns None in that case.
     """
-    task = asyncio.ensure_future(work)
+    task: asyncio.Future[Any] = asyncio.ensure_future(work)
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
     watcher = asyncio.ensure_future(disconnected())
-    done, _ = await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    if task in done:
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        # Also when this itself is cancelled: the server ends.
+        task.cancel()
         watcher.cancel()
-        return task.result()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    return None
+        await asyncio.gather(task, watcher, return_exceptions=True)

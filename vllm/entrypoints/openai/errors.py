@@ -67,6 +67,11 @@ def to_error(error: Exception) -> ErrorResponse:
     )
 
 
+def json_response(message: str, status: HTTPStatus) -> JSONResponse:
+    """An error without an exception."""
+    return JSONResponse(error_response(message, status).model_dump(), status.value)
+
+
 def json_error(error: Exception) -> JSONResponse:
     body = to_error(error)
     return JSONResponse(body.model_dump(), status_code=body.error.code)
@@ -74,7 +79,8 @@ def json_error(error: Exception) -> JSONResponse:
 
 def _validation_error(error: RequestValidationError) -> ErrorResponse:
     """The first fault of a body that does not fit the request's fields."""
-    first = error.errors()[0]
+    faults = error.errors()
+    first = faults[0]
     cause = (first.get("ctx") or {}).get("error")
     if isinstance(cause, VLLMValidationError):
         return to_error(cause)
@@ -91,7 +97,7 @@ def _validation_error(error: RequestValidationError) -> ErrorResponse:
         )
     # A field that takes several types has one complaint for each of them.
     field = where[0]
-    same = [e["msg"] for e in error.errors() if field in map(str, e["loc"])]
+    same = [e["msg"] for e in faults if field in map(str, e["loc"])]
     same = [text.removeprefix("Value error, ") for text in same]
     message = f"{field}: {'; or '.join(dict.fromkeys(same))}"
     given = first.get("input")

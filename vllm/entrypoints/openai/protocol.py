@@ -34,8 +34,10 @@ from vllm.entrypoints.openai.protocol_answers import (
     UsageInfo,
 )
 from vllm.entrypoints.openai.protocol_base import (
+    Biases,
     Float,
     Int,
+    ListOf,
     OpenAIModel,
     TokenId,
     check_messages,
@@ -101,28 +103,28 @@ class GenerationRequest(OpenAIModel):
     model: str | None = None
     n: Int = 1
     seed: Int | None = None
-    stop: str | list[str] | None = None
+    stop: str | ListOf[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: Float | None = None
     top_p: Float | None = None
     presence_penalty: Float | None = None
     frequency_penalty: Float | None = None
-    logit_bias: dict[str, Float] | None = None
+    logit_bias: Biases | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
     # extensions
     top_k: Int | None = None
     min_p: Float | None = None
     repetition_penalty: Float | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: ListOf[TokenId] | None = None
     ignore_eos: bool = False
     min_tokens: Int = 0
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    bad_words: ListOf[str] | None = None
+    allowed_token_ids: ListOf[TokenId] | None = None
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     add_special_tokens: bool = True
@@ -236,7 +238,7 @@ class GenerationRequest(OpenAIModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
+    prompt: str | ListOf[str] | ListOf[TokenId] | ListOf[ListOf[TokenId]] | None = None
     max_tokens: Int | None = Field(default=16)
     logprobs: Int | None = None
     echo: bool = False
@@ -307,7 +309,7 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: ListOf[dict[str, Any]]
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = False
@@ -317,8 +319,8 @@ class ChatCompletionRequest(GenerationRequest):
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    documents: ListOf[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     # The values that OpenAI has; a template sees which one is wanted.
@@ -399,14 +401,14 @@ class TokenizeRequest(OpenAIModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: ListOf[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: ListOf[dict[str, Any]] | None = None
 
     @model_validator(mode="after")
     def _one_input(self) -> "TokenizeRequest":
@@ -423,4 +425,4 @@ class DetokenizeRequest(OpenAIModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: ListOf[TokenId]

@@ -1,9 +1,19 @@
 """What every body of the HTTP API shares: unknown fields, ids, valid Unicode."""
 
 import uuid
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Strict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -26,13 +36,18 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
     """Where a body holds what no message between processes can, and what it is, such as
     ("messages.0.content", "half of a surrogate pair")."""
     if isinstance(value, str):
-        whole = not any("\ud800" <= char <= "\udfff" for char in value)
-        return None if whole else (where, _NO_UNICODE)
+        return None if _is_whole(value) else (where, _NO_UNICODE)
     if isinstance(value, int):
         return None if -(2**63) <= value < 2**64 else (where, _TOO_LARGE)
     if isinstance(value, dict):
         parts: Any = ((f"{where}.{k}".lstrip("."), v) for k, v in value.items())
     elif isinstance(value, list):
+        # Very many may be token ids, or texts without a fault.
+        kinds = set(map(type, value))
+        if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**64:
+            return None
+        if kinds == {str} and _is_whole("".join(value)):
+            return None
         parts = ((f"{where}.{i}", v) for i, v in enumerate(value))
     else:
         return None
@@ -42,6 +57,15 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
         if found := _fault_in(part, place, level + 1):
             return found
     return None
+
+
+def _is_whole(text: str) -> bool:
+    """Says whether a text holds no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_boolean(value: Any) -> Any:
@@ -55,6 +79,26 @@ Int = Annotated[int, BeforeValidator(_no_boolean)]
 Float = Annotated[float, BeforeValidator(_no_boolean)]
 # There may be very many of these: pydantic alone looks at them.
 TokenId = Annotated[int, Strict()]
+_T = TypeVar("_T")
+# Of many faults the first is enough: to tell of a million takes half a minute.
+ListOf = Annotated[list[_T], Field(fail_fast=True)]
+_FLOAT: TypeAdapter[float] = TypeAdapter(Float)
+
+
+def _biases(given: dict[str, Any]) -> dict[str, float]:
+    for token, bias in given.items():
+        try:
+            given[token] = _FLOAT.validate_python(bias)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise VLLMValidationError(
+                f"logit_bias.{shorten(token, 100)}: {why}, got {short_repr(bias)}",
+                parameter="logit_bias",
+            ) from None
+    return given
+
+
+Biases = Annotated[dict[str, Any], AfterValidator(_biases)]
 
 
 def check_messages(messages: list[dict[str, Any]]) -> None:

@@ -21,6 +21,7 @@ from vllm.entrypoints.openai.serving import (
 )
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import CompletionOutput, Logprob, RequestOutput
+from vllm.sampling_params import SamplingParams, check_values
 
 _LOGPROB_FLOOR = -9999.0
 
@@ -64,7 +65,7 @@ class _Answer:
         self.prompts = self._prompts()
         self.prompt_tokens = sum(len(p.ids) for p in self.prompts)
         self.echo_only = request.echo and request.max_tokens == 0
-        self.streams = [self._start(i, p) for i, p in enumerate(self.prompts)]
+        self.streams = self._begin()
 
     def _prompts(self) -> list[Prompt]:
         """Splits the four accepted prompt forms into single prompts."""
@@ -91,16 +92,26 @@ class _Answer:
             prompts.append(Prompt(text if kept == ids else None, kept))
         return prompts
 
-    def _start(self, index: int, prompt: Prompt) -> AsyncIterator[RequestOutput]:
+    def _begin(self) -> list[AsyncIterator[RequestOutput]]:
+        request, streams = self.request, []
+        for i, prompt in enumerate(self.prompts):
+            params = self._params(prompt)
+            if i == 0:
+                values = self.prompt_tokens + len(self.prompts) * params.num_values
+                check_values(request.n, values, "prompt")
+            stream = self.context.generate(
+                prompt.ids, prompt.text, params, request, f"{self.id}-{i}"
+            )
+            streams.append(stream)
+        return streams
+
+    def _params(self, prompt: Prompt) -> SamplingParams:
         request, context = self.request, self.context
         default = context.default_sampling.get("max_tokens")
         # Scoring a prompt (max_tokens 0) samples one token, which is thrown away.
         wanted = 1 if self.echo_only else request.max_tokens
         room = context.room_for(len(prompt.ids), wanted, default)
-        params = request.to_sampling_params(context.default_sampling, room)
-        return context.generate(
-            prompt.ids, prompt.text, params, request, f"{self.id}-{index}"
-        )
+        return request.to_sampling_params(context.default_sampling, room)
 
     async def whole(self) -> CompletionResponse:
         finals: dict[int, RequestOutput] = {}

@@ -7,6 +7,7 @@ Use it on one event loop. The end of the core ends every stream with EngineDeadE
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
@@ -17,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.utils.daemon_pool import DaemonPool
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
 from vllm.v1.engine.input_processor import load_found, look_for_tokenizer
@@ -31,6 +33,9 @@ from vllm.v1.metrics.prometheus import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats
 
 logger = init_logger(__name__)
+
+# Ids, characters and other values that are looked at in a millisecond.
+_FEW_VALUES = 1000
 
 
 class AsyncLLM:
@@ -75,6 +80,7 @@ class AsyncLLM:
         factories += [*load_stat_logger_plugins(), *(stat_loggers or ())]
         self.logger_manager = StatLoggerManager(vllm_config, factories)
         self.logger_manager.log_engine_initialized()
+        self._threads = DaemonPool(2)
         self._output_task: asyncio.Task[None] | None = None
         self._dead_error: EngineDeadError | None = None
 
@@ -133,11 +139,12 @@ class AsyncLLM:
         self._check_alive()
         self._start_output_task()
         queue = RequestOutputCollector(sampling_params.output_kind, request_id)
-        self._front.add(
+        self.output_processor.check_is_new(request_id)
+        prepare = partial(
+            self.input_processor.process_inputs,
             request_id,
             prompt,
             sampling_params,
-            queue,
             arrival_time=arrival_time,
             lora_request=lora_request,
             tokenization_kwargs=tokenization_kwargs,
@@ -145,6 +152,12 @@ class AsyncLLM:
             priority=priority,
             data_parallel_rank=data_parallel_rank,
         )
+        if _takes_a_while(sampling_params):
+            prepared = await self._threads.run(prepare)
+            self._check_alive()
+        else:
+            prepared = prepare()
+        self._front.send(prepared, queue)
         if self.log_requests:
             logger.info("request %s added: %s", request_id, sampling_params)
         finished = False
@@ -272,6 +285,14 @@ class AsyncLLM:
         if self._dead_error is None:
             self._dead_error = self.engine_core.dead_error()
         self.output_processor.fail_all(self._dead_error)
+
+
+def _takes_a_while(params: SamplingParams) -> bool:
+    """Says whether checking a request keeps others waiting longer than a thread takes
+    to begin: words are tokenized and grammars parsed, lists are copied."""
+    return bool(
+        params.structured_outputs or params.bad_words or params.num_values > _FEW_VALUES
+    )
 
 
 def _raise_failure(output: RequestOutput) -> None:

@@ -12,7 +12,11 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import (
+    SamplingParams,
+    StructuredOutputsParams,
+    check_values,
+)
 from vllm.transformers_utils.tokenizer import (
     FoundTokenizer,
     find_tokenizer,
@@ -106,6 +110,7 @@ class InputProcessor:
         self._check_priority(priority)
         text, token_ids, cache_salt = self._tokenize(prompt, tokenization_kwargs or {})
         self._check_prompt(token_ids)
+        check_values(params.n, len(token_ids) + params.num_values)
         self._ask_logits_processors(params)
         request = EngineCoreRequest(
             request_id=request_id,

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.inputs import PromptType
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -43,11 +44,22 @@ class RequestFront:
         """Checks a request and sends it to the core, as n requests where n
         continuations are asked for. When this raises, nothing of it is left
         anywhere."""
-        outputs = self.output_processor
-        outputs.check_is_new(request_id)
-        text, request = self.input_processor.process_inputs(
+        self.output_processor.check_is_new(request_id)
+        prepared = self.input_processor.process_inputs(
             request_id, prompt, params, **options
         )
+        self.send(prepared, queue)
+
+    def send(
+        self,
+        prepared: tuple[str | None, EngineCoreRequest],
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """The second half of `add`, for what `input_processor.process_inputs` gave,
+        which any thread may call."""
+        text, request = prepared
+        request_id, outputs = request.request_id, self.output_processor
+        outputs.check_is_new(request_id)
         complete = request.sampling_params
         if complete is None or complete.n == 1:
             pairs = [(request_id, complete)]

@@ -33,6 +33,8 @@ __all__ = [
 _BACKEND = "vllm.v1.structured_output.backend_xgrammar:XgrammarBackend"
 _PARSE = "vllm.v1.structured_output.backend_xgrammar:parse"
 BACKENDS = ("auto", "xgrammar")
+# Larger forms take seconds to compile, while others wait.
+MAX_FORM_CHARACTERS = 1 << 17
 
 
 def _library(name: str) -> Any:
@@ -54,6 +56,12 @@ def check_structured_outputs(
         raise VLLMValidationError(
             f"{params._parameter} needs a tokenizer, which skip_tokenizer_init left "
             "out",
+            parameter=params._parameter,
+        )
+    if (length := params.num_values) > MAX_FORM_CHARACTERS:
+        raise VLLMValidationError(
+            f"{params._parameter} has {length:,} characters: expected at most "
+            f"{MAX_FORM_CHARACTERS:,}; ask for a simpler form",
             parameter=params._parameter,
         )
     if params.whitespace_pattern is not None:
@@ -121,7 +129,8 @@ class StructuredOutputManager:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests that wait; unknown ids are ignored."""
         for request_id in request_ids:
-            self._compiling.pop(request_id, None)
+            if taken := self._compiling.pop(request_id, None):
+                taken[1].cancel()
 
     def _compile(self, params: SamplingParams) -> None:
         backend = backend_for(self.vllm_config.model_config)

@@ -19,7 +19,8 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
 )
-from vllm.v1.structured_output.json_schema import check_regex, check_schema
+from vllm.v1.structured_output.json_schema import check_schema
+from vllm.v1.structured_output.regular_expression import check_regex
 
 # Where in the library's source an error arose: "[12:00:00] /a/b.cc:1: ".
 _PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: (?:Check failed: .* is false:? ?)?")

@@ -6,12 +6,12 @@ know grammars: a schema that passes still has to compile.
 
 import difflib
 import json
-import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
 from vllm.utils.text_utils import short_repr, shorten
+from vllm.v1.structured_output.regular_expression import check_regex
 
 _NUMBERS = frozenset({"integer", "number"})
 _STRINGS = frozenset({"string"})
@@ -141,10 +141,11 @@ _COUNTS += ("minProperties", "maxProperties")
 _RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _ONE = ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
-# Escaped characters and classes of a regular expression, where "(?=" is plain text.
-_LITERAL = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
-_LOOKAROUND = re.compile(r"\(\?<?[=!]")
 _REFERENCES_IN_A_ROW = 8
+# The library follows each inside the one before it, and has a stack for 2,000.
+_MOST_REFERENCES = 500
+# Each is compared with all the others.
+_MOST_EXCLUSIVE = 128
 
 
 def check_schema(schema: object) -> None:
@@ -178,17 +179,14 @@ def _all_parts(schema: object) -> list[tuple[str, dict[str, Any]]]:
         if reference is not None and reference not in followed:
             waiting.append((_path_of(reference), _target(reference, path, schema)))
             followed.add(reference)
+            if len(followed) > _MOST_REFERENCES:
+                raise _fault(
+                    "$ref",
+                    path,
+                    f"leads to one more than {_MOST_REFERENCES} definitions: write "
+                    "some where they are used",
+                )
     return found
-
-
-def check_regex(pattern: str) -> None:
-    """ValueError for a regular expression with assertions, which are not enforced."""
-    found = _LOOKAROUND.search(_LITERAL.sub("", pattern))
-    if found:
-        raise ValueError(
-            f"regular expression {short_repr(pattern)} holds {found[0]!r}: looking "
-            "ahead or behind is not enforced here; remove it"
-        )
 
 
 def _short(path: str) -> str:
@@ -287,6 +285,13 @@ def _check_branches(name: str, part: dict[str, Any], path: str, root: object) ->
                 "type", path, f"is not enforced here beside {name!r}; move it into that"
             )
     if name == "oneOf":
+        if len(branches) > _MOST_EXCLUSIVE:
+            raise _fault(
+                name,
+                path,
+                f"has {len(branches):,} members, expected at most {_MOST_EXCLUSIVE}; "
+                "use 'anyOf'",
+            )
         for i, one in enumerate(branches):
             for j in range(i):
                 if not _disjoint(branches[j], one, root):

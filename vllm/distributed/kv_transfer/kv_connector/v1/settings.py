@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import KVTransferConfig
+from vllm.logger import init_logger
+
+logger = init_logger(__name__)
 
 # Modules of the connectors in the table are below this one.
 _PACKAGE = __name__.rpartition(".")[0]
@@ -78,18 +81,23 @@ SETTINGS: Mapping[str, Mapping[str, Setting]] = {
 
 
 def check_settings(connector_cls: type, transfer: KVTransferConfig) -> None:
-    """ValueError for a key that a connector of ours does not read, and for a value that
-    it cannot use. null stands for a key that is not given."""
+    """Warns of a key that a connector of ours does not read; ValueError for a value
+    that it cannot use. null stands for a key that is not given."""
     name = connector_cls.__name__
     if name not in SETTINGS or not connector_cls.__module__.startswith(_PACKAGE):
         return
     known = {**SETTINGS[name], **_COMMON}
     for key, value in transfer.kv_connector_extra_config.items():
         if key not in known:
-            raise ValueError(
-                f"{name}: kv_connector_extra_config has the unknown key {key!r}: "
-                f"expected {', '.join(known)}; leave it out"
+            # Configurations of other engines have keys that mean nothing here.
+            logger.warning_once(
+                "%s: kv_connector_extra_config has the unknown key %r, which is "
+                "ignored: it reads %s",
+                name,
+                key,
+                ", ".join(known),
             )
+            continue
         if value is not None and not known[key].holds(value):
             raise ValueError(
                 f"{name}: kv_connector_extra_config has {key} {value!r}: expected "
