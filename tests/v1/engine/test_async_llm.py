@@ -122,10 +122,12 @@ def test_cancelling_the_consumer_aborts_the_request(engine: AsyncLLM) -> None:
 
 def test_abort_by_id_ends_the_stream(engine: AsyncLLM) -> None:
     async def abort() -> list[RequestOutput]:
-        task = asyncio.ensure_future(run(engine, "x", params(max_tokens=200)))
-        await asyncio.sleep(0.05)
-        await engine.abort("x")
-        return await task
+        outputs = []
+        async for output in engine.generate([5, 6], params(max_tokens=200), "x"):
+            outputs.append(output)
+            if len(outputs) == 1:
+                await engine.abort("x")
+        return outputs
 
     assert asyncio.run(abort())[-1].outputs[0].finish_reason == "abort"
 

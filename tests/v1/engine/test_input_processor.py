@@ -202,7 +202,7 @@ def test_bad_words_are_counted_and_take_time_that_grows_as_their_number(
     words = [f"word{i}" for i in range(MAX_BAD_WORDS)]
     started = time.process_time()
     _, request = process(processor, "a", bad_words=[*words[1:], words[1]])
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < 10.0  # compared one by one, minutes
     found = request.sampling_params.bad_words_token_ids
     assert len({tuple(ids) for ids in found}) == len(found) >= MAX_BAD_WORDS - 1
     with pytest.raises(VLLMValidationError, match="at most 1,024 strings, got 1,025"):
