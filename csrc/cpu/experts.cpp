@@ -47,8 +47,8 @@ struct Layout {
   Layout(const ExpertsArgs& a, const void* shared) {
     const int64_t tokens = smaller(a.num_tokens, kChunkTokens);
     const int64_t rows = tokens * a.top_k;
-    hidden_steps = (a.hidden + Steps::kElems - 1) / Steps::kElems;
-    inner_steps = (a.intermediate + Steps::kElems - 1) / Steps::kElems;
+    hidden_steps = steps_of<Steps>(a.hidden);
+    inner_steps = steps_of<Steps>(a.intermediate);
     inner_panels = (a.intermediate + kPairs - 1) / kPairs;
     out_panels = (a.hidden + kPanel - 1) / kPanel;
     x_row = round_up(hidden_steps * Steps::kWords, 16);

@@ -18,7 +18,7 @@ struct Shape {
   bool copies;  // rows of x are brought into another form
 
   explicit Shape(const LinearArgs& a) {
-    steps = (a.inputs + Steps::kElems - 1) / Steps::kElems;
+    steps = steps_of<Steps>(a.inputs);
     panels = (a.outputs + kPanel - 1) / kPanel;
     row_words = words_of_row<Steps>(a.inputs);
     const int64_t fitting = kBlockBytes / (row_words * 4) / Steps::kMaxRows;

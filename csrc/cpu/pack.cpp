@@ -47,8 +47,8 @@ void move_part(const PackArgs& a, int64_t panel, int64_t begin, int64_t end, boo
 using namespace vllm_cpu;
 
 // Between `rows` [outputs, inputs], `row_bytes` apart and `width_bytes` wide, and
-// `panels` [panels, steps, kPanel] of 32-bit units: to the panels, or `back`.
-VLLM_EXPORT void vllm_cpu_pack(void* panels, void* rows, int64_t row_bytes,
+// `panels` [panels, steps, kPanel] of 32-bit units: to the panels, or `back`. 0.
+VLLM_EXPORT int64_t vllm_cpu_pack(void* panels, void* rows, int64_t row_bytes,
                                int64_t width_bytes, int64_t outputs, int32_t back) {
   const PackArgs args = {static_cast<uint8_t*>(panels),
                          static_cast<uint8_t*>(rows),
@@ -64,4 +64,5 @@ VLLM_EXPORT void vllm_cpu_pack(void* panels, void* rows, int64_t row_bytes,
       move_part(args, panel, begin, end, back != 0);
     }
   }
+  return 0;
 }

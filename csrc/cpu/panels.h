@@ -104,10 +104,15 @@ struct Float16Steps {
   }
 };
 
+template <class Steps>
+VLLM_INLINE int64_t steps_of(int64_t inputs) {
+  return (inputs + Steps::kElems - 1) / Steps::kElems;
+}
+
 // A row's 32-bit words; rows lie whole lines apart.
 template <class Steps>
 VLLM_INLINE int64_t words_of_row(int64_t inputs) {
-  return round_up((inputs + Steps::kElems - 1) / Steps::kElems * Steps::kWords, 16);
+  return round_up(steps_of<Steps>(inputs) * Steps::kWords, 16);
 }
 
 // One row of x as words, 0 past its end.

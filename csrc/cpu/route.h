@@ -5,8 +5,8 @@
 
 namespace vllm_cpu {
 
-// `logits`: [num_experts] of type `dtype`, of row `row`. `scratch`:
-// 4 * num_experts floats.
+// `logits`: [num_experts] of type `dtype`, of row `row`. `scratch`: 4 * num_experts
+// floats.
 void route_row(const RouteArgs& args, const void* logits, int32_t dtype, int64_t row,
                float* scratch);
 

@@ -180,7 +180,8 @@ void bound_block(const ScreenArgs& a, const Layout& s, int64_t panel, int64_t fi
   const int32_t* const wide = s.wide(first / kRowBlock);
   for (int32_t i = 1; i <= wide[0]; ++i) {
     const int64_t unit = wide[i];
-    add_unit<kRows>(acc, codes + unit * kPanel, s.high(first) + unit * kCodesPerUnit, apart);
+    const int8_t* const high = s.high(first) + unit * kCodesPerUnit;
+    add_unit<kRows>(acc, codes + unit * kPanel, high, apart);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -269,7 +270,7 @@ struct Choice {
 
 template <class Steps>
 void choose(const ScreenArgs& a, const Layout& s, int64_t row, uint32_t* words) {
-  const int64_t steps = (a.head.inputs + Steps::kElems - 1) / Steps::kElems;
+  const int64_t steps = steps_of<Steps>(a.head.inputs);
   const bool whole = s.bounds()[row].whole;
   const float* const upper = s.upper(row);
   const float least = rounded<Steps::kDType>(largest_of(s.lower(row), s.panels));
@@ -342,7 +343,7 @@ VLLM_INLINE void load_unit(const uint32_t* panel, int64_t unit, int64_t steps,
 template <class Steps>
 void pack_vector(const ScreenArgs& a, int64_t panel, int from) {
   const int64_t inputs = a.head.inputs, units = Layout(a, nullptr).units;
-  const int64_t steps = (inputs + Steps::kElems - 1) / Steps::kElems;
+  const int64_t steps = steps_of<Steps>(inputs);
   const uint32_t* const weight = a.head.weight + panel * steps * kPanel + from;
   Floats w[kCodesPerUnit];
   Floats most = {};

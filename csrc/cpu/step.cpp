@@ -29,7 +29,8 @@ struct AttentionPlan {
   bool fits(const AttentionArgs& a, const AttentionKernel* k) const {
     const AttentionArgs& b = *like;
     return k == kernel && a.block_table == b.block_table &&
-           a.query_start_loc == b.query_start_loc && a.seq_lens == b.seq_lens && a.pages.num_heads == b.pages.num_heads &&
+           a.query_start_loc == b.query_start_loc && a.seq_lens == b.seq_lens &&
+           a.pages.num_heads == b.pages.num_heads &&
            a.pages.block_size == b.pages.block_size &&
            a.pages.num_blocks == b.pages.num_blocks &&
            a.num_query_heads == b.num_query_heads && a.query.size == b.query.size &&

@@ -1,7 +1,5 @@
 """Weights in panels: packing, products and look-ups against plain torch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,23 +7,16 @@ import torch.nn.functional as F
 from vllm.model_executor.layers.panel_weight import PanelWeight
 from vllm.v1.attention.ops import cpu_kernels
 
-pytestmark = pytest.mark.skipif(
-    not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
+    ),
+    pytest.mark.usefixtures("isa"),
+]
 
 # Error of the largest output.
 DTYPES = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 8e-3}
 SHAPES = [(1, 1), (32, 2), (33, 7), (70, 40), (96, 64), (256, 1025)]
-
-
-@pytest.fixture(params=cpu_kernels.ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        yield cpu_kernels.choose_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    finally:
-        cpu_kernels.choose_isa(None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

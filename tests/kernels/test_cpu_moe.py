@@ -1,11 +1,9 @@
 """Experts in C++ equal the same sums in float64, on every instruction set."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.kernels.cpu_attention_cases import isas, needs_library
+from tests.kernels.cpu_attention_cases import needs_library
 from vllm.model_executor.layers.activation import (
     ClampedSwigluAndMul,
     GeluAndMul,
@@ -33,14 +31,6 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 DTYPES = list(TOLERANCES)
 # (hidden, intermediate): whole panels, odd, smaller than a lane, V2-Lite's in small.
 SIZES = [(64, 48), (37, 19), (3, 1), (256, 176)]
-
-
-@pytest.fixture(params=isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set in turn; the process's choice is restored."""
-    before = cpu_kernels.isa()
-    yield cpu_kernels.choose_isa(request.param)
-    cpu_kernels.choose_isa(before)
 
 
 def weights_of(
@@ -244,7 +234,7 @@ def test_a_layer_gives_what_torch_gives(
         for param, weight in zip(layer.parameters(), weights, strict=True):
             param.data.copy_(weight)
         if not served:
-            monkeypatch.setattr(cpu_experts, "_function", lambda: None)
+            monkeypatch.setattr(cpu_experts, "_functions", lambda: None)
         layer.process_weights_after_loading()
         assert (layer.packed_experts is not None) == served
         layers.append(layer)
@@ -266,9 +256,9 @@ def test_what_has_no_kernel_stays_with_torch() -> None:
 def test_a_library_of_other_sources_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu_experts._function.cache_clear()
+    cpu_experts._functions.cache_clear()
     monkeypatch.setattr(cpu_kernels.loaded(), "handle", object())
     try:
         assert not cpu_experts.serves(torch.zeros(1, 2, 2), SiluAndMul())
     finally:
-        cpu_experts._function.cache_clear()
+        cpu_experts._functions.cache_clear()

@@ -1,6 +1,6 @@
 """The screened head finds the token of the logits, whatever weights and rows are."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,16 +16,6 @@ pytestmark = pytest.mark.skipif(
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(1, 1), (33, 7), (70, 40), (1000, 129), (4096, 576)]
-
-
-@pytest.fixture(params=cpu_kernels.ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        yield cpu_kernels.choose_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    finally:
-        cpu_kernels.choose_isa(None)
 
 
 def screened(weight: torch.Tensor, outputs: int | None = None) -> ScreenedHead:

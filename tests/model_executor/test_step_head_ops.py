@@ -2,7 +2,7 @@
 threads and instruction set."""
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,22 +12,15 @@ from vllm.model_executor.step import Slot, StepTrace, head_ops, ops, records
 from vllm.v1.attention.ops import cpu_kernels
 from vllm.v1.kv_formats.hadamard import inverse_rht, rht, rht_signs
 
-pytestmark = pytest.mark.skipif(
-    not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
+    ),
+    pytest.mark.usefixtures("isa"),
+]
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-10, torch.bfloat16: 8e-3}
 TOKENS, POSITIONS = 7, 50
-
-
-@pytest.fixture(params=cpu_kernels.ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        cpu_kernels.choose_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    cpu_kernels.choose_isa(None)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

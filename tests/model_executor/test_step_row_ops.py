@@ -1,7 +1,7 @@
 """Operations on whole rows compute what the layers do that emit them, element by
 element, in every type and instruction set."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,9 +16,12 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.step import NotPlanned, StepTrace, ops
 from vllm.v1.attention.ops import cpu_kernels
 
-pytestmark = pytest.mark.skipif(
-    not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not cpu_kernels.available(), reason=cpu_kernels.why_unavailable()
+    ),
+    pytest.mark.usefixtures("isa"),
+]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 5, 16, 45, 192]
@@ -26,16 +29,6 @@ SIZES = [1, 5, 16, 45, 192]
 # before a result is rounded to its type.
 FLOAT_ERROR = 5e-6
 POSITIONS = torch.arange(TOKENS) * 3
-
-
-@pytest.fixture(params=cpu_kernels.ISAS, autouse=True)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    try:
-        cpu_kernels.choose_isa(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    yield request.param
-    cpu_kernels.choose_isa(None)
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:

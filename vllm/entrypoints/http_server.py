@@ -13,12 +13,10 @@ from http import HTTPStatus
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from vllm.entrypoints.openai.errors import json_response
-from vllm.logger import init_logger
-
-logger = init_logger(__name__)
+from vllm.entrypoints.openai.middleware import HttpMiddleware
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # For requests that are told to end to say so.
@@ -80,17 +78,11 @@ class HttpServer(uvicorn.Server):
             task.cancel()
 
 
-class _Ending:
+class _Ending(HttpMiddleware):
     """Tells clients, where it still can, that the server has ended their request. The
     log need not tell it with a traceback for each."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
         async def send_on(message: Message) -> None:

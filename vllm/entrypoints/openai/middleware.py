@@ -16,14 +16,29 @@ def route_path(scope: Scope) -> str:
     return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
-class ApiKeyMiddleware:
+class HttpMiddleware:
+    """Sees requests over HTTP; what else comes through ASGI passes it by."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handle = self.handle if scope["type"] == "http" else self.app
+        await handle(scope, receive, send)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class ApiKeyMiddleware(HttpMiddleware):
     """Answers 401 to /v1 requests that carry none of the keys."""
 
     def __init__(self, app: ASGIApp, keys: list[str]) -> None:
-        self.app, self.keys = app, [key.encode() for key in keys]
+        super().__init__(app)
+        self.keys = [key.encode() for key in keys]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._guarded(scope):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._guarded(scope):
             response = JSONResponse({"error": "Unauthorized"}, status_code=401)
             await response(scope, receive, send)
             return
@@ -38,16 +53,10 @@ class ApiKeyMiddleware:
         return scheme.lower() != "bearer" or not any(known)
 
 
-class RequestIdMiddleware:
+class RequestIdMiddleware(HttpMiddleware):
     """Answers with the X-Request-Id of the request, or a new one."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = Headers(scope=scope).get("x-request-id") or secrets.token_hex(16)
 
         async def send_with_id(message: Message) -> None:
@@ -62,16 +71,10 @@ class RequestIdMiddleware:
 MAX_BODY_BYTES = 32 << 20
 
 
-class BodySizeMiddleware:
+class BodySizeMiddleware(HttpMiddleware):
     """Answers 413 to bodies above the limit, whether or not they state their length."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         stated = Headers(scope=scope).get("content-length", "")
         received = int(stated) if stated.isascii() and stated.isdigit() else 0
 
@@ -97,14 +100,15 @@ class BodySizeMiddleware:
 _NO_LOAD = frozenset({"/load", "/health", "/ping", "/metrics", "/version"})
 
 
-class LoadMiddleware:
+class LoadMiddleware(HttpMiddleware):
     """Counts requests in flight in `state.in_flight`, but for those of monitors."""
 
     def __init__(self, app: ASGIApp, state: Any) -> None:
-        self.app, self.state = app, state
+        super().__init__(app)
+        self.state = state
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) in _NO_LOAD:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if route_path(scope) in _NO_LOAD:
             await self.app(scope, receive, send)
             return
         self.state.in_flight += 1

@@ -8,12 +8,13 @@ it would.
 
 import ctypes
 from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 
 from vllm.utils.huge_pages import HugePages
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.ops import cpu_kernels
+from vllm.v1.attention.ops import cpu_functions, cpu_kernels
 
 PANEL = 32  # outputs of a panel: `kPanel`
 # Elements per 32-bit unit, and the number of the type.
@@ -35,22 +36,6 @@ class LinearArgs(ctypes.Structure):
         ("outputs", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
     )
-
-
-class _Functions:
-    def __init__(self, handle: ctypes.CDLL) -> None:
-        self.linear = handle.vllm_cpu_linear
-        self.linear.argtypes = (ctypes.POINTER(LinearArgs),)
-        self.linear.restype = ctypes.c_int64
-        self.gather = handle.vllm_cpu_gather
-        self.gather.argtypes = (ctypes.POINTER(LinearArgs), ctypes.c_void_p)
-        self.gather.restype = ctypes.c_int64
-        self.pack = handle.vllm_cpu_pack
-        self.pack.argtypes = (
-            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-            *(ctypes.c_int64, ctypes.c_int64, ctypes.c_int32),
-        )
-        self.pack.restype = None
 
 
 class PanelWeight:
@@ -95,7 +80,7 @@ class PanelWeight:
         args.out, args.x = out.data_ptr(), rows.data_ptr()
         args.out_stride, args.x_stride = outputs, rows.stride(0)
         args.num_rows = rows.shape[0]
-        cpu_kernels.raise_for(_loaded().linear(args))
+        cpu_kernels.raise_for(_loaded().vllm_cpu_linear(args))
         return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -106,7 +91,7 @@ class PanelWeight:
         args.out, args.out_stride = out.data_ptr(), out.shape[1]
         args.num_rows = out.shape[0]
         address = cpu_kernels.vector_at("ids", ids, torch.int64)
-        if _loaded().gather(args, address):
+        if _loaded().vllm_cpu_gather(args, address):
             raise IndexError(
                 f"an id is outside of the {self.shape[0]} rows of the weight"
             )
@@ -139,7 +124,7 @@ class PanelWeight:
 
     def _move(self, dense: torch.Tensor, *, back: bool) -> None:
         size = dense.element_size()
-        _loaded().pack(
+        _loaded().vllm_cpu_pack(
             self.data.data_ptr(),
             dense.data_ptr(),
             dense.stride(0) * size,
@@ -155,25 +140,19 @@ def serves(weight: torch.Tensor) -> bool:
     return fits and min(weight.shape) > 0 and _functions() is not None
 
 
-def _loaded() -> _Functions:
-    functions = _functions()
-    if functions is None:
-        raise RuntimeError(
-            f"the linear kernel is not available: {cpu_kernels.why_unavailable()}"
-        )
-    return functions
+def _loaded() -> SimpleNamespace:
+    return cpu_functions.required(_functions(), "the linear kernel")
 
 
 @lru_cache(maxsize=1)
-def _functions() -> _Functions | None:
-    """The library's functions; None where it is missing or of other sources."""
-    if not cpu_kernels.available():
-        return None
-    handle = cpu_kernels.loaded().handle
-    try:
-        abi = handle.vllm_cpu_linear_abi
-        functions = _Functions(handle)
-    except AttributeError:
-        return None
-    abi.restype = ctypes.c_int64
-    return functions if abi() == ctypes.sizeof(LinearArgs) else None
+def _functions() -> SimpleNamespace | None:
+    args, pointer, size = ctypes.POINTER(LinearArgs), ctypes.c_void_p, ctypes.c_int64
+    return cpu_functions.bound(
+        "vllm_cpu_linear_abi",
+        ctypes.sizeof(LinearArgs),
+        {
+            "vllm_cpu_linear": (args,),
+            "vllm_cpu_gather": (args, pointer),
+            "vllm_cpu_pack": (pointer, pointer, size, size, size, ctypes.c_int32),
+        },
+    )

@@ -7,13 +7,14 @@ is multiplied exactly. Refuses to know when logits are needed all the same.
 
 import ctypes
 from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 
 from vllm.model_executor.layers.panel_weight import PANEL, LinearArgs, PanelWeight
 from vllm.utils.huge_pages import HugePages
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.ops import cpu_kernels
+from vllm.v1.attention.ops import cpu_functions, cpu_kernels
 
 _CODES_PER_UNIT = 4  # `kCodesPerUnit`
 _BOUNDS = 3  # float32 per output: `ScreenBounds`
@@ -51,7 +52,7 @@ class ScreenedHead:
         shape = panels, units * PANEL * _CODES_PER_UNIT
         self.codes = _MEMORY.empty(shape, torch.uint8)
         self.bounds = torch.empty(panels, _BOUNDS, PANEL)
-        cpu_kernels.raise_for(_loaded().pack(self.args()))
+        cpu_kernels.raise_for(_loaded().vllm_cpu_screen_pack(self.args()))
 
     @property
     def num_bytes(self) -> int:
@@ -81,16 +82,8 @@ class ScreenedHead:
         args.head.x, args.head.x_stride = x.data_ptr(), inputs
         args.head.num_rows = x.shape[0]
         args.tokens = tokens.data_ptr()
-        cpu_kernels.raise_for(_loaded().screen(args))
+        cpu_kernels.raise_for(_loaded().vllm_cpu_screen(args))
         return tokens
-
-
-class _Functions:
-    def __init__(self, handle: ctypes.CDLL) -> None:
-        self.pack, self.screen = handle.vllm_cpu_screen_pack, handle.vllm_cpu_screen
-        for function in (self.pack, self.screen):
-            function.argtypes = (ctypes.POINTER(ScreenArgs),)
-            function.restype = ctypes.c_int64
 
 
 def serves(weight: PanelWeight) -> bool:
@@ -100,28 +93,18 @@ def serves(weight: PanelWeight) -> bool:
         return False
     nothing = ScreenArgs(head=weight.args(None))
     nothing.head.outputs = 0
-    return functions.pack(nothing) != _UNSUPPORTED
+    return functions.vllm_cpu_screen_pack(nothing) != _UNSUPPORTED
 
 
-def _loaded() -> _Functions:
-    functions = _functions()
-    if functions is None:
-        raise RuntimeError(
-            f"the screen's kernel is not available: {cpu_kernels.why_unavailable()}"
-        )
-    return functions
+def _loaded() -> SimpleNamespace:
+    return cpu_functions.required(_functions(), "the screen's kernel")
 
 
 @lru_cache(maxsize=1)
-def _functions() -> _Functions | None:
-    """The library's functions; None where it is missing or of other sources."""
-    if not cpu_kernels.available():
-        return None
-    handle = cpu_kernels.loaded().handle
-    try:
-        abi = handle.vllm_cpu_screen_abi
-        functions = _Functions(handle)
-    except AttributeError:
-        return None
-    abi.restype = ctypes.c_int64
-    return functions if abi() == ctypes.sizeof(ScreenArgs) else None
+def _functions() -> SimpleNamespace | None:
+    args = (ctypes.POINTER(ScreenArgs),)
+    return cpu_functions.bound(
+        "vllm_cpu_screen_abi",
+        ctypes.sizeof(ScreenArgs),
+        {"vllm_cpu_screen_pack": args, "vllm_cpu_screen": args},
+    )

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from vllm.v1.attention.ops import cpu_kernels
+from vllm.v1.attention.ops import cpu_functions, cpu_kernels
 
 # Kinds of operations, in the order of `StepKind`.
 EMBED, NORM, LINEAR, ROTATE, STORE, ATTEND, GATE, ADD, SOFT_CAP, PICK = range(10)
@@ -114,25 +114,15 @@ StepFunction = Callable[..., int]
 def step_function() -> StepFunction | None:
     """(ops, their number, inputs) -> status; None where the library is missing or was
     built from other sources."""
-    if not cpu_kernels.available():
-        return None
-    handle = cpu_kernels.loaded().handle
-    try:
-        function, abi = handle.vllm_cpu_step, handle.vllm_cpu_step_abi
-    except AttributeError:
-        return None
-    abi.restype = ctypes.c_int64
     structs = (StepOp, RouteArgs, StepBatch, StepInputs)
     sizes = [*(ctypes.sizeof(s) for s in structs), len(KINDS)]
-    if abi() != sum(size << 12 * i for i, size in enumerate(sizes)):
-        return None
-    function.argtypes = (
-        ctypes.POINTER(StepOp),
-        ctypes.c_int32,
-        ctypes.POINTER(StepInputs),
+    pointers = ctypes.POINTER(StepOp), ctypes.POINTER(StepInputs)
+    functions = cpu_functions.bound(
+        "vllm_cpu_step_abi",
+        sum(size << 12 * i for i, size in enumerate(sizes)),
+        {"vllm_cpu_step": (pointers[0], ctypes.c_int32, pointers[1])},
     )
-    function.restype = ctypes.c_int64
-    return function
+    return None if functions is None else functions.vllm_cpu_step
 
 
 def raise_for(result: int) -> None:

@@ -5,16 +5,16 @@ routed and where weights come from.
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
 from vllm.model_executor.layers.activation import ClampedSwigluAndMul, SiluAndMul
 from vllm.utils.math_utils import cdiv, round_up
-from vllm.v1.attention.ops import cpu_kernels
+from vllm.v1.attention.ops import cpu_functions, cpu_kernels
 
 PANEL = 32  # outputs of a panel: `kPanel`
 # Elements per 32-bit unit, and the number of the type.
@@ -199,7 +199,7 @@ class PackedExperts:
 def serves(weight: torch.Tensor, act_fn: nn.Module) -> bool:
     """Whether there is a kernel for experts of this weight's type and activation."""
     fits = weight.device.type == "cpu" and weight.dtype in _UNITS
-    return fits and activation_of(act_fn) is not None and _function() is not None
+    return fits and activation_of(act_fn) is not None and _functions() is not None
 
 
 def moe_experts(
@@ -220,11 +220,7 @@ def moe_experts(
     on AVX-512 the activations between the two products. ValueError for shapes, types
     and experts that do not fit.
     """
-    function = _function()
-    if function is None:
-        raise RuntimeError(
-            f"the kernel of experts is not available: {cpu_kernels.why_unavailable()}"
-        )
+    functions = cpu_functions.required(_functions(), "the kernel of experts")
     _check(out, x, packed, topk_ids, topk_weights)
     experts = packed.w2.shape[0]
     weights = topk_weights.to(torch.float32).contiguous()
@@ -236,7 +232,7 @@ def moe_experts(
     args.weights = address("topk_weights", weights, torch.float32)
     args.out_stride, args.x_stride = out.stride(0), x.stride(0)
     args.num_tokens, args.top_k = topk_ids.shape
-    status = function(args)
+    status = functions.vllm_cpu_experts(args)
     if status == _OUT_OF_MEMORY:
         raise MemoryError("out of memory for the experts' scratch space")
     if status:
@@ -266,18 +262,9 @@ def _check(
 
 
 @lru_cache(maxsize=1)
-def _function() -> Callable[[ExpertsArgs], int] | None:
-    """The library's function; None where it is missing or of other sources."""
-    if not cpu_kernels.available():
-        return None
-    handle = cpu_kernels.loaded().handle
-    try:
-        function, abi = handle.vllm_cpu_experts, handle.vllm_cpu_experts_abi
-    except AttributeError:
-        return None
-    abi.restype = ctypes.c_int64
-    if abi() != ctypes.sizeof(ExpertsArgs):
-        return None
-    function.argtypes = (ctypes.POINTER(ExpertsArgs),)
-    function.restype = ctypes.c_int64
-    return function
+def _functions() -> SimpleNamespace | None:
+    return cpu_functions.bound(
+        "vllm_cpu_experts_abi",
+        ctypes.sizeof(ExpertsArgs),
+        {"vllm_cpu_experts": (ctypes.POINTER(ExpertsArgs),)},
+    )
