@@ -17,9 +17,11 @@ typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 
 constexpr int kRowBlock = 8;           // 8 x kPanelVectors registers of sums
-constexpr float kClip = 3.f / 127.f;   // of a row's root mean square is one step
+constexpr float kClip = 6.f / 127.f;   // of a row's root mean square is one step
 constexpr float kUp = 1.001f;          // more than a sum of squares is rounded
 constexpr int64_t kCodeUnitsAhead = 1024;
+constexpr int kRunPanels = 16;         // multiplied by one thread, where they need be
+constexpr float kOutlier = 1.f / 4.f;  // has at least this part of the sum of squares
 constexpr float kInfinity = __builtin_inff();
 
 // What is known of a row.
@@ -29,19 +31,37 @@ struct RowBound {
   float error;    // at least |d|, and what float32 rounds
   int32_t start;  // what the sums with 128 added to the codes start from
   bool whole;     // nothing is known: every panel counts
+  float least;    // the most likely token's logit has at least this
+  float far;      // what is below this is below `least`, however it is rounded
+  int32_t outlier;  // the input that is multiplied exactly, or -1
+  float value;      // of the outlier
+};
+
+// The most likely token so far. NaN is never likely.
+struct Choice {
+  int64_t token = 0;
+  float logit = -kInfinity;
+
+  void see(int64_t other, float x) {
+    if (!(x > logit)) return;
+    token = other;
+    logit = x;
+  }
 };
 
 // How the shared memory is used.
 struct Layout {
-  int64_t rows, panels, units, row_bytes, blocks;
+  int64_t rows, panels, units, row_bytes, blocks, runs, words;
   uint8_t* data;
 
-  Layout(const ScreenArgs& a, void* shared) : data(static_cast<uint8_t*>(shared)) {
+  Layout(const ScreenArgs& a, void* shared, int64_t words_of_row)
+      : words(words_of_row), data(static_cast<uint8_t*>(shared)) {
     rows = a.head.num_rows;
     panels = (a.head.outputs + kPanel - 1) / kPanel;
     units = (a.head.inputs + kCodesPerUnit - 1) / kCodesPerUnit;
     row_bytes = round_up(units * kCodesPerUnit, 64);
     blocks = (rows + kRowBlock - 1) / kRowBlock;
+    runs = (panels + kRunPanels - 1) / kRunPanels;
   }
   // The last eight bits of whole numbers, then what is above.
   int8_t* low(int64_t row) const {
@@ -62,11 +82,26 @@ struct Layout {
            row * 2 * panels;
   }
   float* upper(int64_t row) const { return lower(row) + panels; }
+  // The row as the linear kernel takes it.
+  uint32_t* exact(int64_t row) const {
+    const int64_t bytes = round_up(rows * 2 * panels * 4, 64);
+    return reinterpret_cast<uint32_t*>(reinterpret_cast<uint8_t*>(lower(0)) + bytes) +
+           row * words;
+  }
+  // Of each run of panels.
+  Choice* choices(int64_t row) const {
+    return reinterpret_cast<Choice*>(exact(rows)) + row * runs;
+  }
   int64_t num_bytes() const {
-    return reinterpret_cast<uint8_t*>(lower(rows)) - data;
+    return reinterpret_cast<uint8_t*>(choices(rows)) - data;
   }
 };
 static_assert(sizeof(RowBound) <= 64);
+
+template <class Steps>
+Layout layout(const ScreenArgs& a, void* shared) {
+  return {a, shared, words_of_row<Steps>(a.head.inputs)};
+}
 
 template <int kType>
 Floats load_row(const ScreenArgs& a, int64_t row, int64_t i) {
@@ -75,6 +110,35 @@ Floats load_row(const ScreenArgs& a, int64_t row, int64_t i) {
                         (row * a.head.x_stride + i) * kBytes;
   return (Floats)load_as_float<kType>(
       x, static_cast<int>(smaller(kLanes, a.head.inputs - i)));
+}
+
+// ... and without its outlier.
+template <int kType>
+Floats load_rest(const ScreenArgs& a, const RowBound& bound, int64_t row, int64_t i) {
+  Floats x = load_row<kType>(a, row, i);
+  const int64_t lane = bound.outlier - i;
+  if (lane >= 0 && lane < kLanes) x[lane] = 0.f;
+  return x;
+}
+
+// One element may have most of a hidden state's length, and with it of the bound of what
+// codes err by. It is set apart.
+template <int kType>
+void find_outlier(const ScreenArgs& a, RowBound& bound, int64_t row, float square) {
+  Floats squares = {};
+  for (int64_t i = 0; i < a.head.inputs; i += kLanes) {
+    const Floats x = load_row<kType>(a, row, i);
+    squares = (Floats)max((F)squares, (F)(x * x));
+  }
+  const float largest = reduce_max((F)squares);
+  if (largest < kOutlier * square) return;
+  for (int32_t i = 0; i < a.head.inputs; ++i) {
+    const float x = load_row<kType>(a, row, i)[0];
+    if (x * x != largest) continue;
+    bound.outlier = i;
+    bound.value = x;
+    return;
+  }
 }
 
 // Sixteen whole numbers, their low and their high bytes.
@@ -94,17 +158,27 @@ void narrow_row(const ScreenArgs& a, const Layout& s, int64_t row) {
   }
   const float square = reduce_add((F)squares);
   RowBound& bound = s.bounds()[row];
-  bound = {0.f, 0.f, kInfinity, 0, true};
+  bound = {};
+  bound.error = kInfinity;
+  bound.whole = true;
+  bound.outlier = -1;
   memset(s.low(row), 0, static_cast<size_t>(2 * s.row_bytes));
   if (!(square > 1e-20f && square < 1e30f)) return;  // NaN, too
   bound.whole = false;
-  const float step = kClip * __builtin_sqrtf(square / static_cast<float>(inputs));
+  find_outlier<kType>(a, bound, row, square);
 
+  Floats rest = {};
+  for (int64_t i = 0; i < inputs; i += kLanes) {
+    const Floats x = load_rest<kType>(a, bound, row, i);
+    rest += x * x;
+  }
+  const float mean = reduce_add((F)rest) / static_cast<float>(inputs);
+  const float step = mean > 1e-30f ? kClip * __builtin_sqrtf(mean) : 1.f;
   const float factor = 1.f / step;
   Floats lengths = {}, errors = {};
   Ints sum = {};
   for (int64_t i = 0; i < inputs; i += kLanes) {
-    const Floats x = load_row<kType>(a, row, i);
+    const Floats x = load_rest<kType>(a, bound, row, i);
     const Floats near = (Floats)round((F)(x * factor));
     const Floats made = near * step, missing = x - made;
     const Ints whole = __builtin_convertvector(near, Ints);
@@ -143,6 +217,7 @@ void narrow_rows(const ScreenArgs& a, const Layout& s, int64_t block) {
   const int64_t end = smaller(s.rows, (block + 1) * kRowBlock);
   for (int64_t row = block * kRowBlock; row < end; ++row) {
     narrow_row<Steps::kDType>(a, s, row);
+    copy_row<Steps>(a.head, row, s.exact(row));
   }
   list_wide_units(s, block);
 }
@@ -165,12 +240,36 @@ VLLM_INLINE void add_unit(U (&acc)[kRows][kPanelVectors], const uint32_t* codes,
   }
 }
 
+// The units of an input in a panel.
+template <class Steps>
+const uint32_t* units_of_input(const ScreenArgs& a, int64_t panel, int64_t input) {
+  const int64_t steps = steps_of<Steps>(a.head.inputs);
+  return a.head.weight + (panel * steps + input / Steps::kElems) * kPanel;
+}
+
+template <class Steps>
+void fetch_outlier(const ScreenArgs& a, const RowBound& row, int64_t panel) {
+  if (row.outlier < 0) return;
+  const uint32_t* const units = units_of_input<Steps>(a, panel, row.outlier);
+  for (int v = 0; v < kPanelVectors; ++v) prefetch_line(units + v * kLanes);
+}
+
+// Adds the products of an outlier; what is not finite has an infinite error anyway.
+template <class Steps>
+VLLM_INLINE F add_outlier(F logit, const RowBound& row, const uint32_t* units) {
+  const F w = Steps::element(u_load(units), row.outlier % Steps::kElems);
+  const Floats sum = (Floats)fma(set1(row.value), w, logit);
+  return (F)(sum - sum == 0.f ? sum : Floats{});
+}
+
 // Bounds of the logits of a panel, for kRows rows from `first` on.
-template <int kRows, bool kFetch>
+template <class Steps, int kRows, bool kFetch>
 void bound_block(const ScreenArgs& a, const Layout& s, int64_t panel, int64_t first) {
   const uint32_t* codes = a.codes + panel * s.units * kPanel;
   const int64_t apart = 2 * s.row_bytes;
   const RowBound* const rows = s.bounds() + first;
+  const int64_t next = smaller(panel + 1, s.panels - 1);
+  for (int r = 0; r < kRows; ++r) fetch_outlier<Steps>(a, rows[r], next);
   U acc[kRows][kPanelVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r) {
@@ -206,7 +305,11 @@ void bound_block(const ScreenArgs& a, const Layout& s, int64_t panel, int64_t fi
 #pragma GCC unroll 4
     for (int v = 0; v < kPanelVectors; ++v) {
       const F step = mul(load(known.step + v * kLanes), set1(rows[r].step));
-      const F logit = mul(_mm512_cvtepi32_ps(acc[r][v]), step);
+      F logit = mul(_mm512_cvtepi32_ps(acc[r][v]), step);
+      if (rows[r].outlier >= 0) {
+        const uint32_t* const units = units_of_input<Steps>(a, panel, rows[r].outlier);
+        logit = add_outlier<Steps>(logit, rows[r], units + v * kLanes);
+      }
       const F error = fma(set1(rows[r].length), load(known.error + v * kLanes),
                           mul(set1(rows[r].error), load(known.length + v * kLanes)));
       upper = max(upper, add(logit, error));
@@ -217,22 +320,23 @@ void bound_block(const ScreenArgs& a, const Layout& s, int64_t panel, int64_t fi
   }
 }
 
-template <bool kFetch, int kRows = kRowBlock>
+template <class Steps, bool kFetch, int kRows = kRowBlock>
 void bound_rows(const ScreenArgs& a, const Layout& s, int64_t panel, int64_t first,
                 int64_t rows) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return bound_block<kRows, kFetch>(a, s, panel, first);
-    bound_rows<kFetch, kRows - 1>(a, s, panel, first, rows);
+    if (rows == kRows) return bound_block<Steps, kRows, kFetch>(a, s, panel, first);
+    bound_rows<Steps, kFetch, kRows - 1>(a, s, panel, first, rows);
   }
 }
 
+template <class Steps>
 void bound_panel(const ScreenArgs& a, const Layout& s, int64_t panel) {
   for (int64_t first = 0; first < s.rows; first += kRowBlock) {
     const int64_t rows = smaller(kRowBlock, s.rows - first);
     if (first == 0) {
-      bound_rows<true>(a, s, panel, first, rows);
+      bound_rows<Steps, true>(a, s, panel, first, rows);
     } else {
-      bound_rows<false>(a, s, panel, first, rows);
+      bound_rows<Steps, false>(a, s, panel, first, rows);
     }
   }
 }
@@ -256,70 +360,98 @@ float largest_of(const float* x, int64_t count) {
   return found;
 }
 
-// The most likely token so far. NaN is never likely.
-struct Choice {
-  int64_t token = 0;
-  float logit = -kInfinity;
-
-  void see(int64_t other, float x) {
-    if (!(x > logit)) return;
-    token = other;
-    logit = x;
-  }
-};
-
+// The largest logit of one row in one panel.
 template <class Steps>
-void choose(const ScreenArgs& a, const Layout& s, int64_t row, uint32_t* words) {
+Choice multiply(const ScreenArgs& a, const Layout& s, int64_t row, int64_t panel) {
   const int64_t steps = steps_of<Steps>(a.head.inputs);
-  const bool whole = s.bounds()[row].whole;
-  const float* const upper = s.upper(row);
-  const float least = rounded<Steps::kDType>(largest_of(s.lower(row), s.panels));
-  // Below this whatever the rounding, subnormal float16 included.
-  const float far = least - __builtin_fabsf(least) * 0x1p-6f - 1e-6f;
-  copy_row<Steps>(a.head, row, words);
+  alignas(64) float logits[kPanel];
+  panel_block<Steps, 1, true>(logits, nullptr, s.exact(row), 0,
+                               a.head.weight + panel * steps * kPanel, steps);
+  const int64_t count = smaller(kPanel, a.head.outputs - panel * kPanel);
   Choice choice;
-  for (int64_t panel = 0; panel < s.panels; ++panel) {
-    if (!whole && (upper[panel] < far || rounded<Steps::kDType>(upper[panel]) < least)) {
-      continue;
+  for (int64_t i = 0; i < count; ++i) {
+    choice.see(panel * kPanel + i, rounded<Steps::kDType>(logits[i]));
+  }
+  return choice;
+}
+
+// The most promising panel says more than its bound does.
+template <class Steps>
+void learn_least(const ScreenArgs& a, const Layout& s, int64_t row) {
+  RowBound& bound = s.bounds()[row];
+  const float* const lower = s.lower(row);
+  const float largest = largest_of(lower, s.panels);
+  float least = rounded<Steps::kDType>(largest);
+  int64_t panel = 0;
+  while (panel < s.panels && lower[panel] != largest) ++panel;
+  if (panel < s.panels) {
+    const float logit = multiply<Steps>(a, s, row, panel).logit;
+    if (logit > least) least = logit;
+  }
+  bound.least = least;
+  // Subnormal float16 included.
+  bound.far = least - __builtin_fabsf(least) * 0x1p-6f - 1e-6f;
+}
+
+template <int kType>
+bool may_win(const RowBound& bound, float upper) {
+  if (bound.whole) return true;
+  return !(upper < bound.far) && !(rounded<kType>(upper) < bound.least);
+}
+
+// Every row's choice among panels of one run.
+template <class Steps>
+void multiply_run(const ScreenArgs& a, const Layout& s, int64_t run) {
+  for (int64_t row = 0; row < s.rows; ++row) s.choices(row)[run] = {};
+  const int64_t end = smaller(s.panels, (run + 1) * kRunPanels);
+  for (int64_t panel = run * kRunPanels; panel < end; ++panel) {
+    for (int64_t row = 0; row < s.rows; ++row) {
+      if (!may_win<Steps::kDType>(s.bounds()[row], s.upper(row)[panel])) continue;
+      const Choice found = multiply<Steps>(a, s, row, panel);
+      s.choices(row)[run].see(found.token, found.logit);
     }
-    alignas(64) float logits[kPanel];
-    panel_block<Steps, 1, false>(logits, nullptr, words, 0,
-                                 a.head.weight + panel * steps * kPanel, steps);
-    const int64_t count = smaller(kPanel, a.head.outputs - panel * kPanel);
-    for (int64_t i = 0; i < count; ++i) {
-      choice.see(panel * kPanel + i, rounded<Steps::kDType>(logits[i]));
-    }
+  }
+}
+
+void choose(const ScreenArgs& a, const Layout& s, int64_t row) {
+  Choice choice;
+  for (int64_t run = 0; run < s.runs; ++run) {
+    choice.see(s.choices(row)[run].token, s.choices(row)[run].logit);
   }
   a.tokens[row] = choice.token;
 }
 
 template <class Steps>
-void run(const ScreenArgs& a, int32_t part, int64_t begin, int64_t end, void* shared,
-         void* scratch) {
-  const Layout s(a, shared);
+void run(const ScreenArgs& a, int32_t part, int64_t begin, int64_t end, void* shared) {
+  const Layout s = layout<Steps>(a, shared);
   for (int64_t item = begin; item < end; ++item) {
     switch (part) {
       case kScreenRows: narrow_rows<Steps>(a, s, item); break;
-      case kScreenBound: bound_panel(a, s, item); break;
-      default: choose<Steps>(a, s, item, static_cast<uint32_t*>(scratch));
+      case kScreenBound: bound_panel<Steps>(a, s, item); break;
+      case kScreenLeast: learn_least<Steps>(a, s, item); break;
+      case kScreenMultiply: multiply_run<Steps>(a, s, item); break;
+      default: choose(a, s, item);
     }
   }
 }
 
 int64_t num_items(const ScreenArgs& a, int32_t part) {
-  const Layout s(a, nullptr);
-  return part == kScreenRows ? s.blocks : part == kScreenBound ? s.panels : s.rows;
+  const Layout s(a, nullptr, 0);
+  switch (part) {
+    case kScreenRows: return s.blocks;
+    case kScreenBound: return s.panels;
+    case kScreenMultiply: return s.runs;
+    default: return s.rows;
+  }
 }
 
-int64_t shared_bytes(const ScreenArgs& a) { return Layout(a, nullptr).num_bytes(); }
-
 template <class Steps>
-int64_t scratch_bytes(const ScreenArgs& a) {
-  return words_of_row<Steps>(a.head.inputs) * 4;
+int64_t shared_bytes(const ScreenArgs& a) {
+  return layout<Steps>(a, nullptr).num_bytes();
 }
 
 Stretch reads(const ScreenArgs& a, int64_t begin, int64_t end) {
-  const int64_t units = Layout(a, nullptr).units * kPanel;
+  const int64_t units = Layout(a, nullptr, 0).units * kPanel;
   return {reinterpret_cast<const uint8_t*>(a.codes + begin * units),
           (end - begin) * units * 4};
 }
@@ -342,7 +474,7 @@ VLLM_INLINE void load_unit(const uint32_t* panel, int64_t unit, int64_t steps,
 
 template <class Steps>
 void pack_vector(const ScreenArgs& a, int64_t panel, int from) {
-  const int64_t inputs = a.head.inputs, units = Layout(a, nullptr).units;
+  const int64_t inputs = a.head.inputs, units = Layout(a, nullptr, 0).units;
   const int64_t steps = steps_of<Steps>(inputs);
   const uint32_t* const weight = a.head.weight + panel * steps * kPanel + from;
   Floats w[kCodesPerUnit];
@@ -392,8 +524,8 @@ void pack(const ScreenArgs& a, int64_t begin, int64_t end) {
 }
 
 template <class Steps>
-constexpr ScreenKernel kKernel = {shared_bytes, scratch_bytes<Steps>, num_items,
-                                  run<Steps>,   reads,                pack<Steps>};
+constexpr ScreenKernel kKernel = {shared_bytes<Steps>, num_items, run<Steps>, reads,
+                                  pack<Steps>};
 
 }  // namespace
 

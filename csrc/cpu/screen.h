@@ -8,7 +8,8 @@
 //
 // A weight w is step * code + e, a row x is row_step * whole + d, with codes of 8 and
 // wholes of 16 bits, so that |x w - row_step * step * whole * code| is at most
-// |row_step * whole| |e| + |d| |w| (Cauchy and Schwarz).
+// |row_step * whole| |e| + |d| |w| (Cauchy and Schwarz). An element that has much of a
+// row's length is not part of x here: it is multiplied exactly.
 //
 // vllm/model_executor/layers/screened_head.py mirrors the struct.
 #pragma once
@@ -36,17 +37,22 @@ struct ScreenArgs {
   int64_t* tokens;       // [num_rows]
 };
 
-// Parts of a call, one after another: rows become whole numbers, panels are bounded,
-// tokens are chosen.
-enum ScreenPart : int32_t { kScreenRows, kScreenBound, kScreenChoose, kScreenParts };
+// Parts of a call, one after another: rows become whole numbers, panels are bounded, rows
+// learn what a panel must reach, panels that do are multiplied, tokens are chosen.
+enum ScreenPart : int32_t {
+  kScreenRows,
+  kScreenBound,
+  kScreenLeast,
+  kScreenMultiply,
+  kScreenChoose,
+  kScreenParts,
+};
 
 // The screen of one instruction set, for one type.
 struct ScreenKernel {
-  int64_t (*shared_bytes)(const ScreenArgs&);   // of all threads
-  int64_t (*scratch_bytes)(const ScreenArgs&);  // of each
+  int64_t (*shared_bytes)(const ScreenArgs&);  // of all threads
   int64_t (*num_items)(const ScreenArgs&, int32_t part);
-  void (*run)(const ScreenArgs&, int32_t part, int64_t begin, int64_t end, void* shared,
-              void* scratch);
+  void (*run)(const ScreenArgs&, int32_t part, int64_t begin, int64_t end, void* shared);
   // The codes of panels [begin, end).
   Stretch (*reads)(const ScreenArgs&, int64_t begin, int64_t end);
   // Writes codes and bounds of panels [begin, end).

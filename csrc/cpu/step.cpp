@@ -93,8 +93,7 @@ class StepRunner : public PhaseRunner {
       case kStepHeadLinear: return run_heads(op, begin, end, scratch);
       case kStepLikeliest: {
         const ScreenArgs& a = *static_cast<const ScreenArgs*>(op.args);
-        return kernels_.screen(a.head.dtype)
-            ->run(a, phase.part, begin, end, shared(), scratch);
+        return kernels_.screen(a.head.dtype)->run(a, phase.part, begin, end, shared());
       }
       case kStepExperts: {
         const ExpertsArgs& a = *static_cast<const ExpertsArgs*>(op.args);
@@ -277,7 +276,6 @@ class StepRunner : public PhaseRunner {
     a.head.num_rows = static_cast<int32_t>(rows_of(ops_[i]));
     if (a.head.num_rows == 0) return {};
     shared_bytes_ = std::max(shared_bytes_, kernel->shared_bytes(a));
-    need(kernel->scratch_bytes(a));
     for (int32_t part = 0; part < kScreenParts; ++part) {
       add_phase(i, kernel->num_items(a, part), part);
     }

@@ -43,6 +43,19 @@ def with_outliers(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def with_one_outlier(x: torch.Tensor) -> torch.Tensor:
+    """Most of a row's length is in one element, another one in each row."""
+    x = x.clone()
+    rows = torch.arange(x.shape[0])
+    x[rows, (rows + 1) * -5 % x.shape[1]] = 300.0
+    return x
+
+
+def poison(panels: torch.Tensor, which: torch.Tensor) -> None:
+    """These panels would win, were they read."""
+    panels[which] = (torch.randn_like(panels[which].float()) * 1e4).to(panels.dtype)
+
+
 def nearly_tied(weight: torch.Tensor) -> torch.Tensor:
     return weight[:1] + weight * 1e-3
 
@@ -66,6 +79,8 @@ def test_tokens_are_those_of_the_logits(shape, rows: int, dtype: torch.dtype) ->
     x = torch.randn(rows, shape[1])
     check(head, x.to(dtype))
     check(head, with_outliers(x).to(dtype))
+    check(head, with_one_outlier(x).to(dtype))
+    check(head, with_one_outlier(torch.zeros_like(x)).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,7 +114,11 @@ def test_weights_that_are_not_finite_count(dtype: torch.dtype) -> None:
     weight[90, 3] = float("nan")
     weight[200] = torch.finfo(dtype).max
     weight[250] = 1e-30
-    check(screened(weight.to(dtype)), torch.randn(40, 64).to(dtype))
+    head = screened(weight.to(dtype))
+    x = torch.randn(40, 64)
+    check(head, x.to(dtype))
+    x[:, 3] = 100.0
+    check(head, x.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,7 +141,29 @@ def test_panels_that_cannot_win_are_not_read(dtype: torch.dtype) -> None:
     expected = head.likeliest(x.to(dtype))
     others = torch.ones(40, dtype=torch.bool)
     others[[5, 9]] = False
-    head.weight.data[others] = float("nan")
+    poison(head.weight.data[:], others)
+    assert torch.equal(head.likeliest(x.to(dtype)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outliers_and_all_that_is_alike_are_ruled_out(dtype: torch.dtype) -> None:
+    """Weights that have a direction in common, and rows that point against it."""
+    common = torch.randn(512)
+    weight = (common + 0.5 * torch.randn(60 * PANEL, 512)) / 100
+    weight[33 * PANEL] += 0.004
+    x = torch.ones(9, 512) - 0.05 * common
+    x[:, 77] = 1500.0
+    weight[:, 77] = -0.01
+    head = screened(weight.to(dtype))
+    expected = first_largest(head.weight.linear(x.to(dtype), None))
+    others = torch.ones(60, dtype=torch.bool)
+    others[expected // PANEL] = False
+    # What an outlier is multiplied with is read of every panel.
+    step = 77 * weight.to(dtype).element_size() // 4
+    panels = head.weight.data.view(60, -1, PANEL * 4 // weight.to(dtype).element_size())
+    kept = panels[:, step].clone()
+    poison(panels, others)
+    panels[:, step] = kept
     assert torch.equal(head.likeliest(x.to(dtype)), expected)
 
 

@@ -138,6 +138,19 @@ def test_reset_is_refused_while_blocks_are_held() -> None:
     assert len(pool.cached_block_hash_to_block) == 0
 
 
+def test_after_a_reset_blocks_that_were_used_are_used_first() -> None:
+    pool = make_pool()
+    pool.reserve_blocks(2)
+    used = cache(pool, "a", [1] * 8)
+    ids = [block.block_id for block in used]
+    pool.free_blocks(used)
+    assert pool.reset_prefix_cache()
+    free = pool.get_num_free_blocks()
+    assert [block.block_id for block in pool.get_new_blocks(len(ids))] == ids
+    pool.get_new_blocks(free - len(ids))
+    assert pool.get_num_free_blocks() == 0
+
+
 def test_reserved_blocks_count_as_nobodys() -> None:
     pool = make_pool(11)
     pool.reserve_blocks(3)

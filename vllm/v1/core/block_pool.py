@@ -259,7 +259,11 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached content. False, and nothing happens, while a request holds
-        any block."""
+        any block.
+
+        Blocks are then taken in their first order: memory that pages lay in before
+        memory that nobody touched yet.
+        """
         num_held = self.num_usable_blocks - self.get_num_free_blocks()
         if num_held:
             logger.warning(
@@ -269,6 +273,8 @@ class BlockPool:
         self.cached_block_hash_to_block = BlockHashToBlockMap()
         for block in self.blocks:
             block.reset_hash()
+        free = self.free_block_queue.popleft_n(self.get_num_free_blocks())
+        self.free_block_queue.append_n(sorted(free, key=lambda block: block.block_id))
         if self.metrics_collector is not None:
             self.metrics_collector.reset()
         if self.enable_kv_cache_events:
