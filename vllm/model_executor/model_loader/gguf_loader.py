@@ -6,7 +6,9 @@ formats are decoded by the gguf package.
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from vllm.transformers_utils.gguf import GGUFFile, GGUFTensor, open_gguf
 
 # Elements dequantised to float32 at once: 16 MiB, which the package holds twice.
 _CHUNK_ELEMENTS = 1 << 22
+# Numpy leaves the interpreter to others while it computes.
+_TENSORS_AHEAD = 2
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -88,9 +92,23 @@ class GGUFCheckpoint:
         ]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._names.items():
-            yield name, self._dequantized(tensor)
-            self._gguf.release()
+        """In the file's order; while one is placed, the next ones are dequantised."""
+        coming: deque[tuple[str, Future[torch.Tensor]]] = deque()
+        with ThreadPoolExecutor(max_workers=_TENSORS_AHEAD) as pool:
+            for name, tensor in self._names.items():
+                coming.append((name, pool.submit(self._dequantized, tensor)))
+                if len(coming) > _TENSORS_AHEAD:
+                    yield self._next(coming)
+            while coming:
+                yield self._next(coming)
+
+    def _next(
+        self, coming: deque[tuple[str, Future[torch.Tensor]]]
+    ) -> tuple[str, torch.Tensor]:
+        name, tensor = coming.popleft()
+        values = tensor.result()
+        self._gguf.release()
+        return name, values
 
     def _dequantized(self, tensor: GGUFTensor) -> torch.Tensor:
         """The values in the model's dtype and shape, in Hugging Face's row order."""

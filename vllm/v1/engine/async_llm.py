@@ -6,7 +6,6 @@ Use it on one event loop. The end of the core ends every stream with EngineDeadE
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -20,10 +19,9 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.utils.daemon_pool import DaemonPool
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
-from vllm.v1.engine.input_processor import load_found, look_for_tokenizer
+from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.output_processor import RequestOutputCollector
-from vllm.v1.engine.request_front import RequestFront
+from vllm.v1.engine.request_front import RequestFront, start_core
 from vllm.v1.metrics.loggers import (
     LoggingStatLogger,
     StatLoggerManager,
@@ -57,18 +55,9 @@ class AsyncLLM:
         self.vllm_config = vllm_config
         self.log_stats = log_stats
         self.log_requests = log_requests
-        found = look_for_tokenizer(vllm_config.model_config)
-        # The core starts in another process: this one loads the tokenizer meanwhile.
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            tokenizer = pool.submit(load_found, found)
-            client = EngineCoreClient.make_client(
-                vllm_config, executor_class, log_stats=True, asyncio_mode=True
-            )
-        try:
-            self.tokenizer = tokenizer.result()
-        except BaseException:
-            client.shutdown()
-            raise
+        client, self.tokenizer = start_core(
+            vllm_config, executor_class, log_stats=True, asyncio_mode=True
+        )
         if not isinstance(client, AsyncMPClient):
             raise TypeError(f"expected an asynchronous client, got {type(client)}")
         self.engine_core = client

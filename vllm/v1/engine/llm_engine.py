@@ -11,9 +11,8 @@ from vllm.inputs import PromptType
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine.core_client import EngineCoreClient, InprocClient
-from vllm.v1.engine.input_processor import load_tokenizer
-from vllm.v1.engine.request_front import RequestFront
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.request_front import RequestFront, start_core
 from vllm.v1.metrics.loggers import (
     LoggingStatLogger,
     StatLoggerManager,
@@ -39,8 +38,7 @@ class LLMEngine:
             multiprocess_mode = envs.VLLM_ENABLE_V1_MULTIPROCESSING
         self.vllm_config = vllm_config
         self.log_stats = log_stats
-        self.tokenizer = load_tokenizer(vllm_config.model_config)
-        self.engine_core = EngineCoreClient.make_client(
+        self.engine_core, self.tokenizer = start_core(
             vllm_config, executor_class, log_stats, multiprocess_mode=multiprocess_mode
         )
         # An engine that nobody holds any more gives its memory back at once.

@@ -1,6 +1,7 @@
 """From a caller's prompt to the core's requests: what both engines do on arrival."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -9,10 +10,35 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import EngineCoreClient
-from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.input_processor import (
+    InputProcessor,
+    load_found,
+    look_for_tokenizer,
+)
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats
+
+
+def start_core(
+    vllm_config: VllmConfig,
+    executor_class: type | None,
+    log_stats: bool,
+    **kind: Any,
+) -> tuple[EngineCoreClient, Any]:
+    """A core of this `kind` (see `make_client`), and the tokenizer or None, which a
+    thread loads while the core starts. No core is left when this raises."""
+    found = look_for_tokenizer(vllm_config.model_config)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        tokenizer = pool.submit(load_found, found)
+        client = EngineCoreClient.make_client(
+            vllm_config, executor_class, log_stats, **kind
+        )
+    try:
+        return client, tokenizer.result()
+    except BaseException:
+        client.shutdown()
+        raise
 
 
 class RequestFront:
