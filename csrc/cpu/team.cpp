@@ -89,8 +89,23 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
+// How long work took.
+struct Pace {
+  int64_t macs = 0;
+  int64_t ns = 0;
+
+  void add(int64_t more_macs, int64_t more_ns) {
+    macs += more_macs;
+    ns += more_ns;
+  }
+  double ns_per_mac() const {
+    return static_cast<double>(ns) / static_cast<double>(std::max<int64_t>(macs, 1));
+  }
+};
+
 // Whether a team pays. A thread whose core another program has holds up the others at
-// the end of every phase.
+// the end of every phase. But they also wait where work cannot be shared evenly: whether
+// one thread alone is faster is tried out.
 class Crowding {
  public:
   bool leaves_room_for(int64_t macs) {
@@ -100,25 +115,44 @@ class Crowding {
   }
 
   // What a team waited, all threads together, beyond spinning.
-  void note(int64_t macs, int64_t waited_ns, int64_t passed_ns) {
+  void note_team(int64_t macs, int64_t waited_ns, int64_t passed_ns) {
     if (waited_ns * 4 < passed_ns) {
-      if (macs <= limit_) *this = {};
+      if (macs <= limit_) *this = Crowding(std::min(times_, 0));
       return;
     }
+    together_.add(macs, passed_ns);
     if (++times_ < kTimes) return;
     limit_ = 4 * macs;
     alone_left_ = rest_;
-    rest_ = std::min(2 * rest_, kLongestRest);
+    alone_ = {};
   }
 
+  void note_alone(int64_t macs, int64_t passed_ns) {
+    alone_.add(macs, passed_ns);
+    if (alone_left_ > 0) return;
+    if (alone_.ns_per_mac() < together_.ns_per_mac()) {
+      rest_ = std::min(2 * rest_, kLongestRest);
+      together_ = {};
+    } else {
+      *this = Crowding(-kPatience);
+    }
+  }
+
+  Crowding() = default;
+
  private:
-  static constexpr int kTimes = 2;  // in a row
+  explicit Crowding(int times) : times_(times) {}
+
+  static constexpr int kTimes = 2;       // in a row
+  static constexpr int kPatience = 64;   // more of them, once a team was faster
   static constexpr int64_t kFirstRest = 8, kLongestRest = 256;  // runs of phases
 
   int times_ = 0;
   int64_t limit_ = INT64_MAX;
   int64_t alone_left_ = 0;
   int64_t rest_ = kFirstRest;
+  Pace together_;
+  Pace alone_;
 };
 
 class Team {
@@ -209,18 +243,20 @@ int threads_for(int64_t macs) {
 bool run_phases(const std::vector<Phase>& phases, PhaseRunner& runner, int num_threads,
                 int64_t scratch_bytes, int64_t macs) {
   static thread_local Crowding crowding;
-  if (num_threads <= 1 || !crowding.leaves_room_for(macs)) {
+  const int64_t began = now_ns();
+  const bool alone = num_threads > 1 && !crowding.leaves_room_for(macs);
+  if (num_threads <= 1 || alone) {
     void* const scratch = thread_scratch(scratch_bytes);
     if (scratch == nullptr) return false;
     for (const Phase& phase : phases) runner.run(phase, 0, runner.count(phase), scratch);
+    if (alone) crowding.note_alone(macs, now_ns() - began);
     return true;
   }
   Team team(phases, runner, num_threads);
-  const int64_t began = now_ns();
 #pragma omp parallel num_threads(num_threads)
   // The runtime may give fewer threads than asked for.
   team.work(omp_get_thread_num(), omp_get_num_threads(), thread_scratch(scratch_bytes));
-  crowding.note(macs, team.waited_ns(), now_ns() - began);
+  crowding.note_team(macs, team.waited_ns(), now_ns() - began);
   return !team.failed();
 }
 

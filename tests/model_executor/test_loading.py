@@ -15,6 +15,7 @@ from tests.model_executor.families import engine_config, hf_model, saved
 from vllm.model_executor.layers import panel_weight
 from vllm.model_executor.model_loader import base, get_model
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.model_executor.models.utils import WeightInfo, WeightPlan, plan_weights
 from vllm.transformers_utils import architectures
 
 WEIGHTS = "model.safetensors"
@@ -291,3 +292,18 @@ def test_weights_can_be_given_as_pairs(folder: Path, monkeypatch) -> None:
     tensors = {k: v + 1 for k, v in load_file(folder / WEIGHTS).items()}
     assert model.load_weights(tensors.items()) == set(tensors)
     assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"])
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_only_what_is_given_away_becomes_the_parameter(keep: bool) -> None:
+    model = torch.nn.Linear(4, 3, bias=False)
+    info = WeightInfo(name="weight", shape=(3, 4), file="f")
+    plan = WeightPlan(model, plan_weights(model, [info]))
+    weight = torch.randn(3, 4)
+    with torch.no_grad():
+        plan.place("weight", weight, keep=keep)
+    assert torch.equal(model.weight, weight)
+    assert (model.weight.data_ptr() == weight.data_ptr()) is keep
+    with torch.no_grad():
+        plan.place("weight", weight.double(), keep=keep)  # another type is never kept
+    assert model.weight.dtype == torch.float32

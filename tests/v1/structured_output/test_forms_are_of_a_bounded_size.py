@@ -11,7 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import MAX_FORM_CHARACTERS, check_structured_outputs
 from vllm.v1.structured_output.json_schema import check_schema
-from vllm.v1.structured_output.regular_expression import check_regex
+from vllm.v1.structured_output.regular_expression import check_regex, written_out
 
 CONFIG: Any = SimpleNamespace(skip_tokenizer_init=False)
 LONG = "a" * MAX_FORM_CHARACTERS
@@ -56,6 +56,44 @@ def test_assertions_outside_of_classes_are_found(pattern: str) -> None:
 @pytest.mark.parametrize("pattern", ["[(?=]", "[](?=]", r"[\](?=]", r"\(?=", "[(?="])
 def test_text_inside_of_classes_is_no_assertion(pattern: str) -> None:
     check_regex(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "size"),
+    [
+        ("", 0),
+        ("ab|c*", 3),
+        ("(ab){3}", 6),
+        ("(ab){2,}c", 5),
+        ("(a(b[c{9}]{2}){3}){4,5}", 50),
+        (r"\{3}\({2}", 5),
+        ("a{0}", 1),
+        ("(a{2}", 2),
+        ("a)b{2}", 4),
+        ("{3}", 0),
+    ],
+)
+def test_counted_repetitions_are_written_out(pattern: str, size: int) -> None:
+    assert written_out(pattern) == size
+
+
+def test_repetitions_of_repetitions_have_a_limit() -> None:
+    check_regex("(ab{1023}){64}")
+    with pytest.raises(ValueError, match="65,600 characters and classes"):
+        check_regex("(ab{1024}){64}")
+    with pytest.raises(ValueError, match="written out"):
+        check_regex("((((((((a{99}){99}){99}){99}){99}){99}){99}){99}){99}")
+
+
+def test_patterns_of_a_schema_have_a_limit_together() -> None:
+    def schema(count: int) -> dict[str, Any]:
+        text = {"type": "string", "pattern": "^(ab{255}){64}$"}
+        names = [f"p{i}" for i in range(count)]
+        return {"type": "object", "properties": dict.fromkeys(names, text)}
+
+    check_schema(schema(3))
+    with pytest.raises(ValueError, match="and 3 others together have 65,544 char"):
+        check_schema(schema(4))
 
 
 def chain(length: int) -> dict[str, Any]:

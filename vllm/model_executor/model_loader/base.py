@@ -24,6 +24,9 @@ logger = init_logger(__name__)
 class Checkpoint(Protocol):
     """An opened checkpoint whose headers have been checked."""
 
+    # Tensors lie in memory of their own, which a model may keep.
+    gives_away: bool
+
     def infos(self) -> list[WeightInfo]:
         """Every tensor's name and shape; reads no data."""
 
@@ -86,7 +89,7 @@ class BaseModelLoader(ABC):
         plan = WeightPlan(model, targets)
         with torch.no_grad():
             for name, tensor in self._progress(checkpoint):
-                plan.place(name, tensor)
+                plan.place(name, tensor, keep=checkpoint.gives_away)
 
     def _progress(self, checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(

@@ -67,6 +67,8 @@ def hf_name(name: str, arch: str = "llama") -> str | None:
 class GGUFCheckpoint:
     """An opened file; `dtype` is what its tensors are dequantised to."""
 
+    gives_away = True
+
     def __init__(self, gguf: GGUFFile, config: Any, dtype: torch.dtype) -> None:
         self._gguf = gguf
         self._dtype = dtype

@@ -15,6 +15,8 @@ from vllm.model_executor.models.utils import WeightInfo
 class SafetensorsCheckpoint:
     """Files whose headers agree with their lengths; data is mapped when asked for."""
 
+    gives_away = False
+
     def __init__(self, files: list[Path]) -> None:
         self._infos = [
             WeightInfo(name=tensor.name, shape=tensor.shape, file=str(file))

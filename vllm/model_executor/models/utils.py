@@ -136,8 +136,9 @@ class WeightPlan:
         self._params = dict(model.named_parameters())
         self._modules = dict(model.named_modules())
 
-    def place(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies one tensor, any float dtype, into its rows."""
+    def place(self, name: str, tensor: torch.Tensor, keep: bool = False) -> None:
+        """Copies one tensor, any float dtype, into its rows. With `keep` it may become
+        the parameter itself: nobody else has it."""
         target = self.targets[name]
         if target is None:
             return
@@ -147,10 +148,21 @@ class WeightPlan:
             return
         param = self._params[target.param]
         loader = getattr(param, "weight_loader", None)
-        if loader is None:
+        if loader is None and keep and _alike(tensor, param):
+            param.data = tensor
+        elif loader is None:
             param.data.copy_(tensor)
         else:
             loader(param, tensor, target.shard)
+
+
+def _alike(tensor: torch.Tensor, param: torch.Tensor) -> bool:
+    return (
+        tensor.shape == param.shape
+        and tensor.dtype == param.dtype
+        and tensor.device == param.device
+        and tensor.is_contiguous()
+    )
 
 
 def plan_weights(

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from vllm.utils.text_utils import short_repr, shorten
-from vllm.v1.structured_output.regular_expression import check_regex
+from vllm.v1.structured_output.regular_expression import check_regex, check_together
 
 _NUMBERS = frozenset({"integer", "number"})
 _STRINGS = frozenset({"string"})
@@ -151,9 +151,11 @@ _MOST_EXCLUSIVE = 128
 def check_schema(schema: object) -> None:
     """ValueError for a JSON schema, as json.loads gives it, whose grammar would allow
     values that the schema forbids; it names the keyword and its path."""
-    for path, part in _all_parts(schema):
+    parts = _all_parts(schema)
+    for path, part in parts:
         _check_neighbours(part, path, schema)
         _check_typed(part, path)
+    check_together([part["pattern"] for _, part in parts if "pattern" in part])
 
 
 def _all_parts(schema: object) -> list[tuple[str, dict[str, Any]]]:

@@ -5,6 +5,7 @@ still has to compile.
 """
 
 import re
+from collections.abc import Sequence
 
 from vllm.utils.text_utils import short_repr
 
@@ -13,6 +14,13 @@ from vllm.utils.text_utils import short_repr
 # would take time that grows as the square of the length.
 _LITERAL = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*(?:\]|\\?\Z)", re.DOTALL)
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
+_PIECE = re.compile(
+    r"\{(?P<least>\d+)(?:,(?P<most>\d*))?\}|(?P<open>\()|(?P<close>\))"
+    r"|(?P<mark>[|*+?])|" + _LITERAL.pattern + "|.",
+    re.DOTALL,
+)
+# The library writes counted repetitions out before it compiles them.
+_MOST_WRITTEN_OUT = 1 << 16
 
 
 def check_regex(pattern: str) -> None:
@@ -23,3 +31,40 @@ def check_regex(pattern: str) -> None:
             f"regular expression {short_repr(pattern)} holds {found[0]!r}: looking "
             "ahead or behind is not enforced here; remove it"
         )
+    check_together([pattern])
+
+
+def check_together(patterns: Sequence[str]) -> None:
+    """ValueError for expressions that take long to compile, one after another."""
+    size = sum(map(written_out, patterns))
+    if size > _MOST_WRITTEN_OUT:
+        largest = short_repr(max(patterns, key=written_out))
+        others = len(patterns) - 1
+        also = f" and {others} others together have" if others else " has"
+        raise ValueError(
+            f"regular expression {largest}{also} {size:,} characters and classes once "
+            "repetitions are written out, expected at most "
+            f"{_MOST_WRITTEN_OUT:,}: repeat less, or without a limit"
+        )
+
+
+def written_out(pattern: str) -> int:
+    """Characters and classes of an expression whose counted repetitions are written
+    out: 6 of "(ab){3}"."""
+    outer: list[int] = []  # sizes before each open group
+    size = last = 0  # of the group so far, and of its last part
+    for piece in _PIECE.finditer(pattern):
+        kind = piece.lastgroup
+        if kind == "open":
+            outer.append(size)
+            size = last = 0
+        elif kind == "close" and outer:
+            last = size
+            size += outer.pop()
+        elif kind in ("least", "most"):
+            times = max(1, int(piece["most"] or piece["least"]))
+            size += last * (times - 1)
+            last *= times
+        elif kind != "mark":
+            size, last = size + 1, 1
+    return size + sum(outer)
