@@ -69,6 +69,12 @@ def test_every_form_of_prompt(
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
         (3.5, "not supported"),
+        (b"abc", "type bytes is not supported: expected text, token ids"),
+        ("a\ud800", r"'a\\ud800' holds half of a surrogate pair.*valid Unicode"),
+        ({"prompt_token_ids": [1], "prompt": "\ud800"}, "half of a surrogate pair"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt .* surrogate pair"),
+        ({"prompt_token_ids": 5}, "must be a list of token ids, got 5"),
+        ({"prompt_token_ids": b"ab"}, "must be a list of token ids, got b'ab'"),
     ],
 )
 def test_bad_prompts_are_refused(

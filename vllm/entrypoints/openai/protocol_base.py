@@ -17,7 +17,7 @@ from pydantic import (
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.utils.text_utils import short_repr, shorten
+from vllm.utils.text_utils import is_unicode, short_repr, shorten
 
 logger = init_logger(__name__)
 
@@ -36,7 +36,7 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
     """Where a body holds what no message between processes can, and what it is, such as
     ("messages.0.content", "half of a surrogate pair")."""
     if isinstance(value, str):
-        return None if _is_whole(value) else (where, _NO_UNICODE)
+        return None if is_unicode(value) else (where, _NO_UNICODE)
     if isinstance(value, int):
         return None if -(2**63) <= value < 2**64 else (where, _TOO_LARGE)
     if isinstance(value, dict):
@@ -46,7 +46,7 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
         kinds = set(map(type, value))
         if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**64:
             return None
-        if kinds == {str} and _is_whole("".join(value)):
+        if kinds == {str} and is_unicode("".join(value)):
             return None
         parts = ((f"{where}.{i}", v) for i, v in enumerate(value))
     else:
@@ -57,15 +57,6 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
         if found := _fault_in(part, place, level + 1):
             return found
     return None
-
-
-def _is_whole(text: str) -> bool:
-    """Says whether a text holds no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _no_boolean(value: Any) -> Any:
