@@ -89,6 +89,21 @@ def _biases(given: dict[str, Any]) -> dict[str, float]:
     return given
 
 
+MAX_REQUEST_ID = 256
+
+
+def checked_request_id(given: str, name: str = "request_id") -> str:
+    """The id, which logs and metrics can hold. VLLMValidationError for another one."""
+    if not 1 <= len(given) <= MAX_REQUEST_ID or not given.isprintable():
+        raise VLLMValidationError(
+            f"{name} must have 1 to {MAX_REQUEST_ID} printable characters, got "
+            f"{short_repr(given)} ({len(given):,} characters)",
+            parameter=name,
+        )
+    return given
+
+
+RequestId = Annotated[str, AfterValidator(checked_request_id)]
 Biases = Annotated[dict[str, Any], AfterValidator(_biases)]
 
 
@@ -115,6 +130,8 @@ class OpenAIModel(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     known_extras: ClassVar[frozenset[str]] = frozenset()
+    # What changes an answer, and would be missed in it.
+    refused_extras: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -146,6 +163,11 @@ class OpenAIModel(BaseModel):
 
     @model_validator(mode="after")
     def _say_unknown(self) -> "OpenAIModel":
+        given = {name for name, value in (self.model_extra or {}).items() if value}
+        for name in sorted(given & self.refused_extras):
+            raise VLLMValidationError(
+                f"{name} is not supported: leave it out", parameter=name
+            )
         unknown = sorted(set(self.model_extra or {}) - self.known_extras)
         if unknown:
             logger.warning_once(
