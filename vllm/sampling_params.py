@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.text_utils import short_repr, shorten
+from vllm.utils.text_utils import is_unicode, short_repr, shorten
 
 _SAMPLING_EPS = 1e-5
 # Below this temperature logits overflow: lower ones are raised to it, but 0 is greedy.
@@ -348,6 +348,8 @@ def _check_strings(name: str, texts: Any, most: int) -> None:
         )
     if any(not isinstance(text, str) or not text for text in texts):
         _refuse(name, texts, "a list of non-empty strings")
+    if not is_unicode("".join(texts)):
+        _refuse(name, texts, "valid Unicode, without halves of surrogate pairs")
     if (length := sum(map(len, texts))) > MAX_LIST_CHARACTERS:
         raise VLLMValidationError(
             f"{name} must hold at most {MAX_LIST_CHARACTERS:,} characters in all, got "

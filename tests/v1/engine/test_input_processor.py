@@ -193,8 +193,8 @@ NO_FORMS: list[Any] = ["a", 5, [], {"regex": 5}, {"choice": ["a", 1]}, {"no": "a
             for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs")
         ],
         ("stop", [value for value in NO_LISTS if value != "ab"]),
-        ("stop", [[""], [5], [b"a"]]),
-        ("bad_words", [*NO_LISTS, [""], [5], [b"a"]]),
+        ("stop", [[""], [5], [b"a"], ["\ud800"]]),
+        ("bad_words", [*NO_LISTS, [""], [5], [b"a"], ["\ud800"]]),
         ("stop_token_ids", [*NO_LISTS, ["5"]]),
         ("allowed_token_ids", [*NO_LISTS, ["5"]]),
         ("logprob_token_ids", [*NO_LISTS, ["5"]]),
