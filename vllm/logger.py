@@ -1,6 +1,8 @@
-"""Loggers of the package: one format, one handler, messages that can be said once."""
+"""Loggers of the package: one format, one handler, messages that can be said once and
+that cannot be forged."""
 
 import logging
+import re
 import sys
 from functools import cache, lru_cache
 from typing import Any
@@ -9,6 +11,24 @@ from vllm import envs
 
 _FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 _DATE_FORMAT = "%m-%d %H:%M:%S"
+_CONTINUATION = "\n    "
+# What moves the cursor of a terminal or ends a line there: control characters but
+# for tab and newline, and Unicode's own line and paragraph separators.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+class OneEntryFormatter(logging.Formatter):
+    """Lines of a message, but for the first, are indented; control characters are
+    shown as escapes. Messages hold what clients send, such as the ids of requests: none
+    of it can look like an entry of its own, or erase one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = _CONTROL.sub(_escaped, super().format(record))
+        return text.replace("\n", _CONTINUATION)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found.group().encode("unicode_escape").decode()
 
 
 class VllmLogger(logging.Logger):
@@ -36,7 +56,7 @@ def _configure_root() -> None:
     root = logging.getLogger("vllm")
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(_FORMAT, _DATE_FORMAT))
+        handler.setFormatter(OneEntryFormatter(_FORMAT, _DATE_FORMAT))
         root.addHandler(handler)
         root.propagate = False
     level = str(envs.VLLM_LOGGING_LEVEL).upper()

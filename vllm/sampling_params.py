@@ -1,17 +1,18 @@
 """How the next token of a request is chosen, and when the request ends."""
 
 import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import field as dc_field
 from enum import Enum, IntEnum
 from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import Field
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from vllm.exceptions import VLLMValidationError
-from vllm.utils.text_utils import short_repr
+from vllm.utils.text_utils import is_unicode, short_repr, shorten
 
 _SAMPLING_EPS = 1e-5
 # Below this temperature logits overflow: lower ones are raised to it, but 0 is greedy.
@@ -42,7 +43,7 @@ class RequestOutputKind(Enum):
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-@dataclass
+@dataclass(config=ConfigDict(extra="forbid"))
 class StructuredOutputsParams:
     """The form that the output must have: one of json, regex, choice, grammar,
     json_object and structural_tag. json_object=False asks for nothing."""
@@ -65,6 +66,31 @@ class StructuredOutputsParams:
     def num_values(self) -> int:
         """Characters and other values of the form."""
         return _num_values([getattr(self, name) for name in _FORMS])
+
+    @classmethod
+    def of(
+        cls, fields: dict[str, Any], parameter: str = "structured_outputs"
+    ) -> "StructuredOutputsParams":
+        """The form that a dict states. VLLMValidationError, naming the place in the
+        dict, where a value is of the wrong type."""
+        try:
+            form = cls(**fields)
+        except ValidationError as error:
+            faults = error.errors()
+            cause = (faults[0].get("ctx") or {}).get("error")
+            if isinstance(cause, VLLMValidationError):
+                raise cause from error
+            name, value = faults[0]["loc"][0], faults[0]["input"]
+            # A field of several types has one complaint for each of them.
+            items = [f"[{i}]" for i in faults[0]["loc"] if isinstance(i, int)]
+            complaints = dict.fromkeys(f["msg"] for f in faults if f["loc"][0] == name)
+            raise VLLMValidationError(
+                f"{parameter}.{shorten(str(name), 100)}{''.join(items)}: "
+                f"{'; or '.join(complaints)}, got {short_repr(value)}",
+                parameter=parameter,
+            ) from error
+        form._parameter = parameter
+        return form
 
     def __post_init__(self) -> None:
         forms = _FORMS
@@ -142,13 +168,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
         return SamplingParams(**{k: v for k, v in kwargs.items() if v is not None})
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.stop = list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        self.bad_words = list(self.bad_words or [])
-        if isinstance(self.structured_outputs, dict):
-            self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
+        for name, low, high, expected in _RANGES:
+            _check_number(name, getattr(self, name), low, high, expected)
+        self._adopt_lists()
+        self._adopt_structured_outputs()
         if self.seed == -1:
             self.seed = None
         if 0 < self.temperature < _MIN_TEMPERATURE:
@@ -158,22 +181,46 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
             self.output_text_buffer_length = max(len(text) for text in self.stop) - 1
         if self.temperature < _SAMPLING_EPS:
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
-        self._all_stop_token_ids.update(self.stop_token_ids)
+        self._all_stop_token_ids.update(self.stop_token_ids or ())
         if self.skip_reading_prefix_cache is None:
             # Prompt logprobs need the logits of every prompt token.
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
 
-    def _verify(self) -> None:
-        for name, low, high, what in _RANGES:
+    def _adopt_lists(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name, most in _STRINGS.items():
             value = getattr(self, name)
-            if value is None:
+            value = [] if value is None else value
+            texts = _listed(name, value, "a list of non-empty strings")
+            _check_strings(name, texts, most)
+            setattr(self, name, texts)
+        for name in _IDS:
+            if (value := getattr(self, name)) is None:
                 continue
-            types = (int,) if name in _WHOLE else (int, float)
-            if not isinstance(value, types) or isinstance(value, bool):
-                _refuse(name, value, what)
-            if not low <= value <= high:  # also refuses NaN
-                _refuse(name, value, what)
-        if not 0.0 < self.top_p <= 1.0:
+            ids = _listed(name, value, "a list of token ids")
+            if not {int}.issuperset(map(type, ids)):  # neither are booleans
+                _refuse(name, ids, "a list of token ids, which are whole numbers")
+            setattr(self, name, ids)
+        self.stop_token_ids = self.stop_token_ids or []
+        if self.logit_bias is not None:
+            _check_biases(self.logit_bias)
+        if not isinstance(self.extra_args, (dict, type(None))):
+            _refuse("extra_args", self.extra_args, "a dict of names and values")
+
+    def _adopt_structured_outputs(self) -> None:
+        form: Any = self.structured_outputs
+        if isinstance(form, dict):
+            self.structured_outputs = StructuredOutputsParams.of(form)
+        elif not isinstance(form, (StructuredOutputsParams, type(None))):
+            _refuse(
+                "structured_outputs",
+                form,
+                "StructuredOutputsParams or a dict of its fields",
+            )
+
+    def _verify(self) -> None:
+        if not self.top_p > 0.0:
             _refuse("top_p", self.top_p, "a number above 0 and at most 1")
         if not self.repetition_penalty > 0.0:
             _refuse("repetition_penalty", self.repetition_penalty, "a number above 0")
@@ -181,16 +228,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
             _refuse(
                 "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
             )
-        self._verify_lists()
-
-    def _verify_lists(self) -> None:
-        stops: Any = self.stop
-        _check_strings("stop", stops, MAX_STOP_STRINGS)
-        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
-        if stops and not self.detokenize:
+        if self.stop and not self.detokenize:
             _refuse("stop", self.stop, "detokenize=True, or stop_token_ids instead")
-        if any(not isinstance(token, int) for token in self.stop_token_ids or []):
-            _refuse("stop_token_ids", self.stop_token_ids, "token ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             _refuse(
                 "allowed_token_ids", self.allowed_token_ids, "at least one token id"
@@ -267,6 +306,38 @@ def _num_values(value: Any) -> int:
     return value is not None
 
 
+def _check_number(
+    name: str, value: Any, low: float, high: float, expected: str
+) -> None:
+    if value is None and name in _MAY_BE_NONE:
+        return
+    types = (int,) if name in _WHOLE else (int, float)
+    if not isinstance(value, types) or isinstance(value, bool):
+        _refuse(name, value, expected)
+    if not low <= value <= high:  # also refuses NaN
+        _refuse(name, value, expected)
+
+
+def _listed(name: str, value: Any, expected: str) -> list[Any]:
+    """What a parameter lists. A text lists its characters, which nobody means."""
+    no_list = isinstance(value, (str, bytes, bytearray, Mapping))
+    if no_list or not isinstance(value, Iterable):
+        _refuse(name, value, expected)
+    return list(value)
+
+
+def _check_biases(biases: Any) -> None:
+    expected = "a dict of token ids and numbers"
+    if not isinstance(biases, Mapping):
+        _refuse("logit_bias", biases, expected)
+    for token, bias in biases.items():
+        # JSON objects have text keys.
+        is_id = token.isdigit() if isinstance(token, str) else type(token) is int
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not is_id or not is_number or not bias < _INF:  # also refuses NaN
+            _refuse("logit_bias", {token: bias}, expected)
+
+
 def _check_strings(name: str, texts: Any, most: int) -> None:
     if len(texts) > most:
         raise VLLMValidationError(
@@ -276,7 +347,9 @@ def _check_strings(name: str, texts: Any, most: int) -> None:
             value=len(texts),
         )
     if any(not isinstance(text, str) or not text for text in texts):
-        _refuse(name, texts, "non-empty strings")
+        _refuse(name, texts, "a list of non-empty strings")
+    if not is_unicode("".join(texts)):
+        _refuse(name, texts, "valid Unicode, without halves of surrogate pairs")
     if (length := sum(map(len, texts))) > MAX_LIST_CHARACTERS:
         raise VLLMValidationError(
             f"{name} must hold at most {MAX_LIST_CHARACTERS:,} characters in all, got "
@@ -294,28 +367,27 @@ def _refuse(name: str, value: Any, expected: str) -> None:
     )
 
 
-_WHOLE = {
-    "n",
-    "top_k",
-    "max_tokens",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "seed",
-}
+_MAY_BE_NONE = {"max_tokens", "logprobs", "prompt_logprobs", "seed", "stream_interval"}
+_WHOLE = _MAY_BE_NONE | {"n", "top_k", "min_tokens"}
 _INF = float("inf")
+_COUNT = "a whole number of at least 0"
 # field, lowest, highest, in words
 _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("n", 1, 16384, "a whole number from 1 to 16384"),
-    ("presence_penalty", -2.0, 2.0, "between -2 and 2"),
-    ("frequency_penalty", -2.0, 2.0, "between -2 and 2"),
+    ("presence_penalty", -2.0, 2.0, "a number between -2 and 2"),
+    ("frequency_penalty", -2.0, 2.0, "a number between -2 and 2"),
     ("repetition_penalty", 0.0, 1e6, "a number above 0"),
     ("temperature", 0.0, 1e6, "a number from 0 to 1e6"),
-    ("top_k", -1, 2**31 - 1, "-1 or 0 (off), or from 1 to 2**31 - 1"),
-    ("min_p", 0.0, 1.0, "between 0 and 1"),
-    ("max_tokens", 1, 2**31 - 1, "from 1 to 2**31 - 1"),
-    ("min_tokens", 0, 2**31 - 1, "from 0 to 2**31 - 1"),
-    ("logprobs", -1, _INF, "at least 0, or -1 for the whole vocabulary"),
-    ("prompt_logprobs", -1, _INF, "at least 0, or -1 for the whole vocabulary"),
-    ("seed", -(2**63), 2**64 - 1, "a 64-bit whole number"),
+    ("top_p", 0.0, 1.0, "a number above 0 and at most 1"),
+    ("top_k", -1, 2**31 - 1, "a whole number: -1 or 0 (off), or from 1 to 2**31 - 1"),
+    ("min_p", 0.0, 1.0, "a number between 0 and 1"),
+    ("max_tokens", 1, 2**31 - 1, "a whole number from 1 to 2**31 - 1"),
+    ("min_tokens", 0, 2**31 - 1, "a whole number from 0 to 2**31 - 1"),
+    ("logprobs", -1, _INF, f"{_COUNT}, or -1 for the whole vocabulary"),
+    ("prompt_logprobs", -1, _INF, f"{_COUNT}, or -1 for the whole vocabulary"),
+    ("seed", -(2**63), 2**64 - 1, "a whole number of 64 bits"),
+    ("stream_interval", 1, 2**31 - 1, "a whole number from 1 to 2**31 - 1"),
 )
+# Lists of texts, and how many of them there may be; lists of token ids.
+_STRINGS = {"stop": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS}
+_IDS = ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")

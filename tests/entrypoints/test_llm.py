@@ -193,6 +193,47 @@ def test_chat_renders_the_template(llm: LLM) -> None:
     assert other.prompt == "Hello!"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (b"abc", "type bytes are not supported: expected text.*decode"),
+        ([b"abc"], "type bytes is not supported: expected text"),
+        ("\ud800", "half of a surrogate pair: expected valid Unicode"),
+        (["a", "\ud800"], "half of a surrogate pair: expected valid Unicode"),
+        (5, "type int are not supported"),
+        (None, "type NoneType are not supported"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        llm.generate(prompts, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        *("hi", ["hi"], [["hi"]], None, 5, [5], [[5]]),
+        *({"content": "hi", "role": "user"}, [{"role": "user"}, "hi"]),
+    ],
+    ids=str,
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(ValueError, match="expected a list of messages") as caught:
+        llm.chat(messages, use_tqdm=False)
+    assert repr(messages) in str(caught.value)
+
+
+def test_a_conversation_is_valid_unicode(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"messages .*half of a surrogate pair"):
+        llm.chat([{"role": "user", "content": "\ud800"}], use_tqdm=False)
+
+
+@pytest.mark.parametrize("given", ["a", 5, {"n": 1}, [5]])
+def test_what_are_no_parameters_is_refused(llm: LLM, given: Any) -> None:
+    with pytest.raises(ValueError, match=r"sampling_params .*expected SamplingParams"):
+        llm.generate("a", given, use_tqdm=False)
+
+
 def test_one_bad_prompt_stops_none_of_the_next_calls(llm: LLM) -> None:
     with pytest.raises(VLLMValidationError, match="maximum context length"):
         llm.generate(["fine", [5] * 300], GREEDY, use_tqdm=False)

@@ -93,6 +93,21 @@ def engine_config(transfer: KVTransferConfig | None, **scheduler: Any) -> Any:
     return config
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kv_role": "kv_both"},
+        {"kv_connector_module_path": "some.module"},
+        {"kv_connector_extra_config": {"shared_storage_path": "/tmp"}},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_settings_of_a_connector_need_one(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(ValueError, match=f"^{name} .* needs kv_connector: name"):
+        KVTransferConfig(**given)
+
+
 ONE_GROUP = make_kv_cache_config(8, full())
 TWO_GROUPS = make_kv_cache_config(8, full(), window(6))
 

@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from tests.transformers_utils.gguf_files import NUM_TOKENS, SIZES, write_gguf
+from vllm.config import ModelConfig
 from vllm.transformers_utils.config import get_config, get_generation_config
 from vllm.transformers_utils.plain_config import PlainConfig
 from vllm.transformers_utils.source import ModelSource, resolve_model
@@ -124,6 +125,75 @@ def test_generation_defaults_of_a_folder(tmp_path: Path) -> None:
     assert found == {"eos_token_id": [7], "temperature": 0.6}
     (tmp_path / "generation_config.json").unlink()
     assert get_generation_config(resolve_model(str(tmp_path))) == {}
+
+
+def generation_of(path: Path, **given: Any) -> ModelConfig:
+    return ModelConfig(model=folder(path, LLAMA, {"temperature": 0.6}).path, **given)
+
+
+def test_generation_defaults_are_the_checkpoints_or_a_folders_or_none(
+    tmp_path: Path,
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    stated = {"top_k": 7, "max_new_tokens": 9, "eos_token_id": 3}
+    (other / "generation_config.json").write_text(json.dumps(stated))
+    found = {
+        name: generation_of(tmp_path, generation_config=name).get_diff_sampling_param()
+        for name in ("auto", "vllm", str(other))
+    }
+    assert found == {
+        "auto": {"temperature": 0.6},
+        "vllm": {},
+        str(other): {"top_k": 7, "max_tokens": 9},
+    }
+    config = generation_of(
+        tmp_path,
+        generation_config=str(other),
+        override_generation_config={"top_k": None, "top_p": 0.5, "eos_token_id": [4]},
+    )
+    assert config.get_diff_sampling_param() == {"top_p": 0.5, "max_tokens": 9}
+    assert config.generation_defaults["eos_token_id"] == [4]
+
+
+def test_a_folder_without_generation_settings_is_refused(tmp_path: Path) -> None:
+    for name in ("no-such", str(tmp_path / "no-such"), ""):
+        with pytest.raises(ValueError, match=r"expected such a folder, auto") as error:
+            generation_of(tmp_path, generation_config=name)
+        assert repr(name) in str(error.value)
+    other = tmp_path / "other"
+    other.mkdir()
+    for text, words in (('{"top_p": 2}', "top_p must be"), ("{", "not valid JSON")):
+        (other / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=words) as error:
+            generation_of(tmp_path, generation_config=str(other))
+        assert str(other) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"temprature": 1}, "no setting 'temprature': did you mean temperature"),
+        ({"x": 1}, "no setting 'x': expected some of repetition_penalty, temperature"),
+        ({"temperature": "a"}, "temperature must be a number from 0 to 1e6, got 'a'"),
+        ({"temperature": True}, "temperature must be a number .*, got True"),
+        ({"top_p": 0}, "top_p must be a number above 0 and at most 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number .*, got 0"),
+        ({"eos_token_id": "a"}, "eos_token_id must be a token id or .*, got 'a'"),
+        ({"eos_token_id": [1, -1]}, r"eos_token_id must be .*, got \[1, -1\]"),
+    ],
+)
+def test_settings_that_no_request_could_have_are_refused_at_the_start(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"^override_generation_config.* {words}"):
+        generation_of(tmp_path, override_generation_config=given)
+
+
+def test_settings_without_effect_may_stand_in_an_override(tmp_path: Path) -> None:
+    given = {"do_sample": True, "pad_token_id": 0, "top_k": 3}
+    config = generation_of(tmp_path, override_generation_config=given)
+    assert config.get_diff_sampling_param() == {"temperature": 0.6, "top_k": 3}
 
 
 def gguf_config(path: Path, **how: Any) -> Any:

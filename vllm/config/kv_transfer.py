@@ -5,10 +5,13 @@ from dataclasses import field
 from typing import Any, Literal, get_args
 
 from vllm.config.utils import config
+from vllm.utils.text_utils import short_repr
 
 KVProducer = Literal["kv_producer", "kv_both"]
 KVConsumer = Literal["kv_consumer", "kv_both"]
 KVRole = Literal[KVProducer, KVConsumer]
+# Settings that say something about a connector, and nothing without one.
+_OF_CONNECTOR = ("kv_role", "kv_connector_module_path", "kv_connector_extra_config")
 
 
 @config
@@ -37,6 +40,14 @@ class KVTransferConfig:
                 f"kv_connector {self.kv_connector!r} needs kv_role: expected one of "
                 f"{', '.join(get_args(KVRole))}"
             )
+        for name in _OF_CONNECTOR if self.kv_connector is None else ():
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name} {short_repr(value)} needs kv_connector: name the "
+                    "connector that moves pages, such as "
+                    '"kv_connector": "NixlConnector", or leave out '
+                    "--kv-transfer-config"
+                )
 
     @property
     def is_kv_transfer_instance(self) -> bool:

@@ -7,10 +7,15 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, field_validator
 
+from vllm.config.generation import check_override, check_values, sampling_defaults
 from vllm.config.parallel import ParallelConfig
 from vllm.config.utils import config
 from vllm.transformers_utils.architectures import STATE_LAYER_TYPES
-from vllm.transformers_utils.config import get_config, get_generation_config
+from vllm.transformers_utils.config import (
+    generation_config_of,
+    get_config,
+    get_generation_config,
+)
 from vllm.transformers_utils.source import ModelSource, resolve_model
 
 _DTYPES = {
@@ -87,6 +92,12 @@ class ModelConfig:
         self.hf_text_config = self.hf_config.get_text_config()
         self.dtype = _resolve_dtype(self.dtype, self.hf_config)
         self.max_model_len = self._checked_max_model_len()
+        self._check_generation()
+
+    def _check_generation(self) -> None:
+        """ValueError, before a core is started, for settings that cannot be used."""
+        check_override(self.override_generation_config, "override_generation_config")
+        _ = self.generation_defaults
 
     @field_validator("quantization")
     @classmethod
@@ -212,21 +223,23 @@ class ModelConfig:
     @cached_property
     def generation_defaults(self) -> dict[str, Any]:
         """The checkpoint's generation settings, overridden by the user's."""
-        settings = (
-            {}
-            if self.generation_config == "vllm"
-            else get_generation_config(self.source)
-        )
-        return {**settings, **self.override_generation_config}
+        return {**self._stated_generation(), **self.override_generation_config}
+
+    def _stated_generation(self) -> dict[str, Any]:
+        """What `generation_config` chooses: a folder's settings, the checkpoint's or
+        none."""
+        chosen = self.generation_config
+        if chosen == "vllm":
+            return {}
+        if chosen == "auto":
+            return get_generation_config(self.source)
+        settings = generation_config_of(chosen)
+        check_values(settings, f"generation_config {chosen!r}")
+        return settings
 
     def get_diff_sampling_param(self) -> dict[str, Any]:
         """Sampling defaults that the checkpoint states, under SamplingParams' names."""
-        names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-        found = self.generation_defaults
-        params = {name: found[name] for name in names if found.get(name) is not None}
-        if found.get("max_new_tokens") is not None:
-            params["max_tokens"] = found["max_new_tokens"]
-        return params
+        return sampling_defaults(self.generation_defaults)
 
 
 def _resolve_dtype(wanted: Any, hf_config: Any) -> torch.dtype:

@@ -77,7 +77,9 @@ class EngineArgs:
     )
     hf_overrides: dict = _arg({}, "values that replace those of config.json", **_JSON)
     disable_sliding_window: bool = _flag(False, "attend to everything in every layer")
-    generation_config: str = _arg("auto", "auto: the checkpoint's; vllm: none")
+    generation_config: str = _arg(
+        "auto", "auto: the checkpoint's; vllm: none; or a folder with such a file"
+    )
     override_generation_config: dict = _arg({}, "generation settings", **_JSON)
     logits_processors: list[Any] | None = _arg(
         None, "logits processors as module:Class", nargs="+"

@@ -19,6 +19,8 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.transformers_utils.chat_template import load_chat_template, render_chat
+from vllm.utils.text_utils import short_repr
+from vllm.v1.engine.input_processor import check_text
 from vllm.v1.engine.llm_engine import LLMEngine
 
 logger = init_logger(__name__)
@@ -142,9 +144,8 @@ class LLM:
         if tokenizer is None:
             raise ValueError("chat needs a tokenizer: leave out skip_tokenizer_init")
         template = load_chat_template(chat_template)
-        single = bool(messages) and isinstance(messages[0], Mapping)
         prompts = []
-        for conversation in [messages] if single else messages:
+        for conversation in _as_conversations(messages):
             text = render_chat(
                 tokenizer,
                 conversation,
@@ -154,6 +155,7 @@ class LLM:
                 tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
+            check_text(text, "messages")
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append(TokensPrompt(prompt_token_ids=ids, prompt=text))
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
@@ -210,6 +212,13 @@ class LLM:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             return [_final_only(params)] * count
+        if not isinstance(params, Sequence) or not all(
+            isinstance(one, SamplingParams) for one in params
+        ):
+            raise ValueError(
+                f"sampling_params {short_repr(params)} are not supported: expected "
+                "SamplingParams, or a list with one for each prompt"
+            )
         if len(params) != count:
             raise ValueError(
                 f"{len(params)} sampling_params for {count} prompts: give one for all, "
@@ -303,15 +312,36 @@ def _as_prompts(prompts: Any) -> list[PromptType]:
     """A list of prompts: a text, a dict or a list of token ids is one prompt."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    is_bytes = isinstance(prompts, (bytes, bytearray, memoryview))
+    if is_bytes or not isinstance(prompts, Iterable):
         raise ValueError(
             f"prompts of type {type(prompts).__name__} are not supported: expected "
             "text, token ids, a prompt dict, or a list of these"
+            + ("; decode them" if is_bytes else "")
         )
     given = list(prompts)
     if given and all(isinstance(item, int) for item in given):
         return [given]
     return given
+
+
+def _as_conversations(messages: Any) -> list[Messages]:
+    """A list of conversations: a list of messages is one."""
+
+    def is_conversation(given: Any) -> bool:
+        return isinstance(given, (list, tuple)) and all(
+            isinstance(message, Mapping) for message in given
+        )
+
+    if messages and is_conversation(messages):
+        return [messages]
+    if isinstance(messages, (list, tuple)) and all(map(is_conversation, messages)):
+        return list(messages)
+    raise ValueError(
+        f"messages {short_repr(messages)} are no conversation: expected a list of "
+        "messages such as [{'role': 'user', 'content': 'Hello'}], or a list of such "
+        "lists"
+    )
 
 
 def _known(kwargs: dict[str, Any]) -> dict[str, Any]:

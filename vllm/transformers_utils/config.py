@@ -23,6 +23,7 @@ from vllm.utils.import_utils import resolve
 # Imports transformers, which takes longer than anything else in a start.
 _BUILD_CONFIG = "vllm.transformers_utils.hf_config:build_config"
 
+GENERATION_CONFIG = "generation_config.json"
 # Bookkeeping of the library that wrote generation_config.json.
 _GENERATION_NOISE = ("_from_model_config", "transformers_version")
 
@@ -75,9 +76,24 @@ def get_generation_config(source: ModelSource) -> dict[str, Any]:
     if source.kind == "gguf":
         stated = gguf_config.generation_config(open_gguf(source.path))
         return {**recommended_sampling(source), **stated}
-    path = Path(source.path) / "generation_config.json"
+    path = Path(source.path) / GENERATION_CONFIG
+    return _generation_settings(path) if path.is_file() else {}
+
+
+def generation_config_of(folder: str) -> dict[str, Any]:
+    """The same of a folder that a user names, which has to state some: ValueError where
+    it does not."""
+    path = Path(folder).expanduser() / GENERATION_CONFIG
     if not path.is_file():
-        return {}
+        raise ValueError(
+            f"generation_config {folder!r} is no folder with {GENERATION_CONFIG}: "
+            "expected such a folder, auto for the checkpoint's settings, or vllm for "
+            "none (--generation-config)"
+        )
+    return _generation_settings(path)
+
+
+def _generation_settings(path: Path) -> dict[str, Any]:
     settings = {
         key: value
         for key, value in _read_json(path).items()

@@ -33,3 +33,13 @@ def shorten(text: str, length: int = _MESSAGE_LENGTH) -> str:
         return text
     tail = length // 4
     return f"{text[: length - tail - 3]}...{text[-tail:]}"
+
+
+def is_unicode(text: str) -> bool:
+    """Says whether a text can be sent as UTF-8: it holds no half of a surrogate
+    pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,6 +1,7 @@
 """What a body may not hold. No engine is needed to say so."""
 
 import gzip
+import logging
 import math
 from typing import Any
 
@@ -171,11 +172,12 @@ NOT_READ = [
     (b'{"n": ' + b"1" * 5000 + b"}", {}, "thousands of digits"),
     (gzip.compress(b"{}"), {"Content-Encoding": "gzip"}, "Content-Encoding 'gzip'"),
     (gzip.compress(b'{"prompt": "a"}'), {}, "compressed with gzip"),
-    (b'{"prompt": ', {}, "not valid JSON"),
+    (b'{"prompt": ', {}, "not valid JSON: Expecting value at line 1, column 12"),
+    (b'{"a": 1,\n "b" 2}', {}, "':' delimiter at line 2, column 6"),
 ]
 
 
-@pytest.mark.parametrize(("body", "headers", "words"), NOT_READ, ids=range(6))
+@pytest.mark.parametrize(("body", "headers", "words"), NOT_READ, ids=range(7))
 def test_why_a_body_cannot_be_read_is_said(
     client: TestClient, body: bytes, headers: dict[str, str], words: str
 ) -> None:
@@ -206,6 +208,68 @@ def test_what_means_nothing_is_refused(
     client: TestClient, change: dict[str, Any], param: str
 ) -> None:
     assert refused(client, ChatCompletionRequest, **change)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"prompt": ["a", 1]}, "prompt[1]: Input should be a valid string, got 1"),
+        ({"prompt": [1, "a"]}, "prompt[1]: Input should be a valid integer, got 'a'"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]: Input should be a valid integer, got"),
+        ({"stop": [None]}, "stop[0]: Input should be a valid string, got null"),
+        ({"seed": []}, "seed: Input should be a valid integer, got []"),
+        (
+            {"stream": True, "stream_options": {"include_usage": 7}},
+            "stream_options.include_usage: Input should be a valid boolean",
+        ),
+        (
+            {"structured_outputs": {"choice": ["a", 1]}},
+            "structured_outputs.choice[1]: Input should be a valid string, got 1",
+        ),
+        (
+            {"structured_outputs": {"regex": 5}},
+            "structured_outputs.regex: Input should be a valid string, got 5",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place_and_value(
+    client: TestClient, change: dict[str, Any], told: str
+) -> None:
+    error = refused(client, CompletionRequest, **change)
+    assert error["message"].startswith(told)
+    assert error["param"] == list(change)[-1]
+
+
+@pytest.mark.parametrize(
+    "given", ["", "a" * 257, "a\nINFO forged", "a\x1b[2K", "\x85", "\u2028"]
+)
+def test_an_id_is_short_and_printable(client: TestClient, given: str) -> None:
+    error = refused(client, CompletionRequest, request_id=given)
+    assert error["param"] == "request_id"
+    assert "must have 1 to 256 printable characters" in error["message"]
+    for good in ("a" * 256, "é 1"):
+        assert CompletionRequest(prompt="a", request_id=good).request_id == good
+
+
+def test_only_what_is_ignored_is_said_to_be(
+    client: TestClient,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for name in ("functions", "function_call", "modalities", "audio"):
+        error = refused(client, ChatCompletionRequest, **{name: ["a"], "odd_one": 1})
+        assert error["param"] == name
+    assert "ignored" not in caplog.text
+    body = BODIES[ChatCompletionRequest] | {"odd_one": 1}
+    assert client.post("/ChatCompletionRequest", json=body).status_code == 200
+    assert "odd_one are unknown and ignored" in caplog.text
+
+
+def test_a_wrong_method_is_told_the_right_one(client: TestClient) -> None:
+    answer = client.get("/CompletionRequest")
+    assert (answer.status_code, answer.headers["Allow"]) == (405, "POST")
+    assert answer.json()["error"]["type"] == "MethodNotAllowedError"
 
 
 @pytest.mark.parametrize("bias", [100.5, -101, math.inf, -math.inf, math.nan])

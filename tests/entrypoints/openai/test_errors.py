@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 
 from vllm.entrypoints.openai.errors import install_error_handlers
 from vllm.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from vllm.entrypoints.openai.serving import renamed
 from vllm.exceptions import EngineGenerateError, VLLMValidationError
 from vllm.sampling_params import SamplingParams
 from vllm.utils.text_utils import short_repr, shorten
@@ -126,3 +127,27 @@ def test_the_field_at_fault_of_a_refused_request_is_told() -> None:
     assert [one.refused for one in told] == [True, True, False]
     assert {one.finish_reason for one in told} == {FinishReason.ERROR}
     assert len(str(told[0].stop_reason)) <= 2000
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "told"),
+    [
+        (
+            "logprobs",
+            "logprobs 21 is above the limit of 20: raise --max-logprobs (-1: no limit)",
+            "top_logprobs 21 is above the limit of 20: raise --max-logprobs (-1: no "
+            "limit)",
+        ),
+        ("logprobs", "see --logprobs-mode", "see --logprobs-mode"),
+        ("logprobs", "prompt_logprobs or logprobs", "prompt_logprobs or top_logprobs"),
+        ("prompt", "the prompt is long", "the prompt is long"),
+    ],
+)
+def test_fields_are_told_as_the_client_names_them_and_options_as_the_server_does(
+    field: str, message: str, told: str
+) -> None:
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    with pytest.raises(VLLMValidationError) as caught, renamed(names):
+        raise VLLMValidationError(message, parameter=field)
+    assert str(caught.value) == told
+    assert caught.value.parameter == names[field]

@@ -137,6 +137,24 @@ def test_request_ids_are_echoed(http: httpx.Client) -> None:
     assert answer.json()["id"] == "cmpl-abc"
 
 
+def test_an_id_in_a_header_is_short(http: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
+    headers = {"X-Request-Id": "a" * 257}
+    answer = http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "X-Request-Id"
+    assert "1 to 256 printable characters" in answer.json()["error"]["message"]
+
+
+def test_monitors_may_ask_for_the_head_only(http: httpx.Client) -> None:
+    for path in ("/health", "/ping"):
+        answer = http.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    answer = http.put("/health")
+    assert answer.status_code == 405
+    assert set(answer.headers["Allow"].split(", ")) == {"GET", "HEAD"}
+
+
 def test_start_up_tells_what_was_chosen(server: RemoteServer) -> None:
     for words in (
         "CPU_ATTN",

@@ -214,13 +214,17 @@ def test_a_request_that_takes_a_while_to_check_keeps_nobody_waiting(
 
 def test_death_of_the_core_ends_every_stream(engine: AsyncLLM) -> None:
     """The last test of this engine."""
+    core = engine.engine_core.process.pid
 
     async def die() -> list[Any]:
         await engine.check_health()
-        long = params(max_tokens=200)
-        runs = [asyncio.ensure_future(run(engine, f"d{i}", long)) for i in range(3)]
-        await asyncio.sleep(0.05)
-        os.kill(engine.engine_core.process.pid, signal.SIGKILL)
+        # A core that stands still has ended none of them when it dies.
+        os.kill(core, signal.SIGSTOP)
+        runs = [asyncio.ensure_future(run(engine, f"d{i}", params())) for i in range(3)]
+        while len(engine.output_processor.request_states) < len(runs):
+            assert not any(one.done() for one in runs)
+            await asyncio.sleep(0.01)
+        os.kill(core, signal.SIGKILL)
         results = await asyncio.gather(*runs, return_exceptions=True)
         with pytest.raises(EngineDeadError):
             await engine.check_health()

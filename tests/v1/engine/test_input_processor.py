@@ -69,6 +69,12 @@ def test_every_form_of_prompt(
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, "multi_modal_data"),
         (3.5, "not supported"),
+        (b"abc", "type bytes is not supported: expected text, token ids"),
+        ("a\ud800", r"'a\\ud800' holds half of a surrogate pair.*valid Unicode"),
+        ({"prompt_token_ids": [1], "prompt": "\ud800"}, "half of a surrogate pair"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt .* surrogate pair"),
+        ({"prompt_token_ids": 5}, "must be a list of token ids, got 5"),
+        ({"prompt_token_ids": b"ab"}, "must be a list of token ids, got b'ab'"),
     ],
 )
 def test_bad_prompts_are_refused(
@@ -156,13 +162,69 @@ def test_bad_words_that_are_spelled_alike_are_encoded_once(
     ("words", "expected"),
     [
         (["w"] * 100_000, "bad_words must hold at most 1,024 strings, got 100,000"),
-        (["a", ""], "bad_words must be non-empty strings"),
-        (["a", 5], "bad_words must be non-empty strings"),
+        (["a", ""], "bad_words must be a list of non-empty strings"),
+        (["a", 5], "bad_words must be a list of non-empty strings"),
     ],
 )
 def test_bad_words_that_cannot_be_honoured_are_refused(words: list, expected) -> None:
     with pytest.raises(ValueError, match=expected):
         SamplingParams(bad_words=words)
+
+
+NO_NUMBERS: list[Any] = ["a", "1", [1], None, True, float("nan"), float("inf")]
+NO_LISTS: list[Any] = [5, 0, "ab", b"ab", {"a": 1}, [None], [True], [1.5]]
+NO_FORMS: list[Any] = ["a", 5, [], {"regex": 5}, {"choice": ["a", 1]}, {"no": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("temperature", NO_NUMBERS),
+        ("top_p", [*NO_NUMBERS, 0, 1.5]),
+        ("min_p", NO_NUMBERS),
+        ("presence_penalty", NO_NUMBERS),
+        ("frequency_penalty", NO_NUMBERS),
+        ("repetition_penalty", [*NO_NUMBERS, 0]),
+        ("n", [*NO_NUMBERS, 1.0]),
+        ("top_k", [*NO_NUMBERS, 1.0]),
+        ("min_tokens", [*NO_NUMBERS, 1.0]),
+        *[
+            (name, [value for value in [*NO_NUMBERS, 1.0] if value is not None])
+            for name in ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+        ],
+        ("stop", [value for value in NO_LISTS if value != "ab"]),
+        ("stop", [[""], [5], [b"a"], ["\ud800"]]),
+        ("bad_words", [*NO_LISTS, [""], [5], [b"a"], ["\ud800"]]),
+        ("stop_token_ids", [*NO_LISTS, ["5"]]),
+        ("allowed_token_ids", [*NO_LISTS, ["5"]]),
+        ("logprob_token_ids", [*NO_LISTS, ["5"]]),
+        ("logit_bias", [*NO_LISTS, *[{5: value} for value in NO_NUMBERS], {1.5: 1}]),
+        ("extra_args", [5, "a", [1]]),
+        ("structured_outputs", NO_FORMS),
+    ],
+)
+def test_every_parameter_names_itself_and_the_value_that_it_cannot_be(
+    name: str, values: list[Any]
+) -> None:
+    for value in values:
+        with pytest.raises(VLLMValidationError, match=rf"^{name}\b.+") as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.parameter == name
+        (shown,) = value.values() if isinstance(value, dict) else (value,)
+        if isinstance(shown, list) and name == "structured_outputs" and shown:
+            shown = shown[-1]
+        assert repr(shown) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_list_may_be_any_collection() -> None:
+    params = SamplingParams(stop=("a", "b"), stop_token_ids={3}, bad_words=None)
+    assert (params.stop, params.stop_token_ids, params.bad_words) == (
+        ["a", "b"],
+        [3],
+        [],
+    )
+    assert SamplingParams(stop="ab").stop == ["ab"]
 
 
 def test_text_logit_bias_keys_become_numbers(processor: InputProcessor) -> None:

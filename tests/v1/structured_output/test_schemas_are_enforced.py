@@ -94,6 +94,46 @@ def test_an_enforced_keyword_forbids_what_it_should(
     assert not fits(compiler, schema, bad)
 
 
+ANY_TWO = {"type": "array", "minItems": 2}
+OPEN_ARRAYS: list[tuple[Any, list[Any], list[Any]]] = [
+    (ANY_TWO, [[1, "a"], [None, {}, []]], [[], [1], {}]),
+    ({"type": "array", "maxItems": 2}, [[], ["a"], [1, None]], [[1, 2, 3]]),
+    ({"type": "array", "maxItems": 0}, [[]], [[1]]),
+    (
+        {"type": "array", "prefixItems": [INT], "minItems": 2},
+        [[1, "a"], [1, "a", None]],
+        [[1], ["a", 1]],
+    ),
+    ({"properties": {"a": ANY_TWO}}, [{"a": [1, "a"]}], [{"a": [1]}]),
+    ({"type": ["array", "null"], "minItems": 2}, [None, [1, "a"]], [[1], "a"]),
+    ({"$defs": {"a": ANY_TWO}, "$ref": "#/$defs/a"}, [[1, "a"]], [[1]]),
+    ({"type": "array", "items": ANY_TWO}, [[[1, "a"]]], [[[1]]]),
+]
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"), OPEN_ARRAYS, ids=range(len(OPEN_ARRAYS))
+)
+def test_items_that_are_not_described_may_be_anything(
+    compiler: xgr.GrammarCompiler, schema: Any, good: list[Any], bad: list[Any]
+) -> None:
+    before = json.dumps(schema)
+    assert [fits(compiler, schema, value) for value in good] == [True] * len(good)
+    assert [fits(compiler, schema, value) for value in bad] == [False] * len(bad)
+    assert json.dumps(schema) == before
+
+
+def test_items_in_a_structural_tag_may_be_anything(
+    compiler: xgr.GrammarCompiler,
+) -> None:
+    content = {"type": "json_schema", "json_schema": ANY_TWO}
+    tag = json.dumps({"type": "structural_tag", "format": content})
+    grammar = parse(StructuredOutputsParams(structural_tag=tag))
+    for text, is_good in (('[1, "a"]', True), ("[1]", False)):
+        matcher = xgr.GrammarMatcher(compiler.compile_grammar(grammar))
+        assert (matcher.accept_string(text) and matcher.accept_token(256)) == is_good
+
+
 FORMATTED = {
     "email": "a@b.co",
     "date": "2020-01-31",

@@ -34,6 +34,7 @@ from vllm.entrypoints.openai.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from vllm.entrypoints.openai.protocol_base import checked_request_id
 from vllm.entrypoints.openai.serving import ServingContext
 from vllm.entrypoints.openai.serving_chat import ChatServer, encoded_chat
 from vllm.entrypoints.openai.serving_completion import CompletionServer
@@ -81,7 +82,7 @@ async def create_chat_completion(body: ChatCompletionRequest, raw: Request) -> R
 def _adopt_request_id(body: Any, raw: Request) -> None:
     """An X-Request-Id header becomes the request's id."""
     if header := raw.headers.get("x-request-id"):
-        body.request_id = header
+        body.request_id = checked_request_id(header, "X-Request-Id")
 
 
 @router.get("/v1/models")
@@ -97,14 +98,14 @@ async def show_model(name: str, raw: Request) -> JSONResponse:
     return JSONResponse(card.model_dump())
 
 
-@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"])
 async def health(raw: Request) -> Response:
     """Empty 200 while the engine lives, 503 afterwards."""
     await _context(raw).engine.check_health()
     return Response(status_code=200)
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"])
 async def ping(raw: Request) -> Response:
     return await health(raw)
 

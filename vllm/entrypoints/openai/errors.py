@@ -1,6 +1,8 @@
 """Errors in the OpenAI shape, and the mapping from exceptions to them."""
 
+from collections.abc import Sequence
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -85,27 +87,64 @@ def _validation_error(error: RequestValidationError) -> ErrorResponse:
     if isinstance(cause, VLLMValidationError):
         return to_error(cause)
     if first["type"] == "json_invalid":
-        detail = (first.get("ctx") or {}).get("error", first["msg"])
-        return error_response(
-            f"the body is not valid JSON: {detail}", HTTPStatus.BAD_REQUEST
-        )
+        return error_response(_where_no_json(error), HTTPStatus.BAD_REQUEST)
     where = [str(part) for part in first["loc"] if part != "body"]
     if not where:
         return error_response(
             "the body must be a JSON object, with Content-Type: application/json",
             HTTPStatus.BAD_REQUEST,
         )
-    # A field that takes several types has one complaint for each of them.
     field = where[0]
-    same = [e["msg"] for e in faults if field in map(str, e["loc"])]
-    same = [text.removeprefix("Value error, ") for text in same]
-    message = f"{field}: {'; or '.join(dict.fromkeys(same))}"
-    given = first.get("input")
-    if isinstance(given, bool):
-        message += f", got {str(given).lower()}"  # as JSON spells it
-    elif isinstance(given, (str, int, float)):
-        message += f", got {short_repr(given)}"
-    return error_response(message, HTTPStatus.BAD_REQUEST, field)
+    same = [fault for fault in faults if field in map(str, fault["loc"])]
+    return error_response(_told(same, error.body), HTTPStatus.BAD_REQUEST, field)
+
+
+def _where_no_json(error: RequestValidationError) -> str:
+    first = error.errors()[0]
+    reason = (first.get("ctx") or {}).get("error", first["msg"])
+    text, position = error.body, first["loc"][-1]
+    if isinstance(text, str) and isinstance(position, int):
+        line = text.count("\n", 0, position) + 1
+        column = position - text.rfind("\n", 0, position)
+        reason = f"{reason} at line {line}, column {column}"
+    return f"the body is not valid JSON: {reason}"
+
+
+def _told(faults: Sequence[dict[str, Any]], body: Any) -> str:
+    """What is wrong with a field, where in it, and what is there: "prompt[1]: Input
+    should be a valid string, got 5".
+
+    A field that takes several types has complaints of each of them. Those that come
+    furthest in its lists are of the type that was meant.
+    """
+    reached = [[i for i in f["loc"] if isinstance(i, int)] for f in faults]
+    furthest = max(reached)
+    meant = [f for f, place in zip(faults, reached, strict=True) if place == furthest]
+    texts = dict.fromkeys(f["msg"].removeprefix("Value error, ") for f in meant)
+    message = f"{_place(meant[0]['loc'], body)}: {'; or '.join(texts)}"
+    if meant[0]["type"] == "missing":
+        return message
+    return f"{message}, got {_as_json(meant[0].get('input'))}"
+
+
+def _place(location: Sequence[str | int], body: Any) -> str:
+    """Where in a body a fault is. Types between which a field has the choice stand in
+    its location as well, and are no part of the body."""
+    _, field, *others = location
+    place, value = str(field), body.get(field) if isinstance(body, dict) else None
+    for part in others:
+        if isinstance(value, list) and isinstance(part, int):
+            place, value = f"{place}[{part}]", value[part]
+        elif isinstance(value, dict) and part in value:
+            place, value = f"{place}.{part}", value[part]
+    return shorten(place, 200)
+
+
+def _as_json(value: Any) -> str:
+    """A value in a message; what JSON spells otherwise than Python, as JSON does."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return short_repr(value)
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -120,7 +159,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def on_http(raw: Request, error: HTTPException) -> JSONResponse:
         message = why_unread(raw, error.__cause__) or str(error.detail)
         body = error_response(message, HTTPStatus(error.status_code))
-        return JSONResponse(body.model_dump(), status_code=error.status_code)
+        # Such as Allow, which says the methods that a path has.
+        return JSONResponse(body.model_dump(), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def on_any(_: Request, error: Exception) -> JSONResponse:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from pydantic import ValidationError
-
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.utils.text_utils import short_repr
@@ -30,14 +28,14 @@ def structured_outputs(
     they are malformed or ask for two forms."""
     wanted = _of_response_format(response_format)
     if given is None:
-        return _build(wanted, "response_format") if wanted else None
+        return StructuredOutputsParams.of(wanted, "response_format") if wanted else None
     if wanted:
         raise VLLMValidationError(
             "structured_outputs and response_format each ask for a form: give one",
             parameter="structured_outputs",
         )
     _refuse_unknown("structured_outputs", given, _FIELDS)
-    return _build(given, "structured_outputs")
+    return StructuredOutputsParams.of(given)
 
 
 def _refuse_unknown(name: str, given: dict[str, Any], known: Sequence[str]) -> None:
@@ -80,19 +78,3 @@ def _schema(wanted: dict[str, Any]) -> dict[str, Any]:
         f"{short_repr(given)}",
         parameter="response_format",
     )
-
-
-def _build(values: dict[str, Any], name: str) -> StructuredOutputsParams:
-    try:
-        params = StructuredOutputsParams(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        cause = (first.get("ctx") or {}).get("error")
-        if isinstance(cause, VLLMValidationError):
-            raise cause from error
-        place = ".".join(str(part) for part in first["loc"][:1])
-        raise VLLMValidationError(
-            f"{name}.{place}: {first['msg']}", parameter=name
-        ) from error
-    params._parameter = name
-    return params

@@ -39,6 +39,7 @@ from vllm.entrypoints.openai.protocol_base import (
     Int,
     ListOf,
     OpenAIModel,
+    RequestId,
     TokenId,
     check_messages,
     random_uuid,
@@ -129,7 +130,7 @@ class GenerationRequest(OpenAIModel):
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     add_special_tokens: bool = True
     priority: Int = Field(default=0, ge=-(2**63), lt=2**63)
-    request_id: str = Field(default_factory=random_uuid, min_length=1, max_length=256)
+    request_id: RequestId = Field(default_factory=random_uuid)
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -309,6 +310,8 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
+    refused_extras = frozenset({"functions", "function_call", "modalities", "audio"})
+
     messages: ListOf[dict[str, Any]]
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
@@ -343,11 +346,6 @@ class ChatCompletionRequest(GenerationRequest):
                 "has no meaning without tools: leave it out, or set it to 'none'",
                 parameter="tool_choice",
             )
-        for name in ("functions", "function_call", "modalities", "audio"):
-            if (self.model_extra or {}).get(name):
-                raise VLLMValidationError(
-                    f"{name} is not supported: leave it out", parameter=name
-                )
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from pydantic import (
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.utils.text_utils import short_repr, shorten
+from vllm.utils.text_utils import is_unicode, short_repr, shorten
 
 logger = init_logger(__name__)
 
@@ -36,7 +36,7 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
     """Where a body holds what no message between processes can, and what it is, such as
     ("messages.0.content", "half of a surrogate pair")."""
     if isinstance(value, str):
-        return None if _is_whole(value) else (where, _NO_UNICODE)
+        return None if is_unicode(value) else (where, _NO_UNICODE)
     if isinstance(value, int):
         return None if -(2**63) <= value < 2**64 else (where, _TOO_LARGE)
     if isinstance(value, dict):
@@ -46,7 +46,7 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
         kinds = set(map(type, value))
         if kinds == {int} and min(value) >= -(2**63) and max(value) < 2**64:
             return None
-        if kinds == {str} and _is_whole("".join(value)):
+        if kinds == {str} and is_unicode("".join(value)):
             return None
         parts = ((f"{where}.{i}", v) for i, v in enumerate(value))
     else:
@@ -57,15 +57,6 @@ def _fault_in(value: Any, where: str, level: int = 0) -> tuple[str, str] | None:
         if found := _fault_in(part, place, level + 1):
             return found
     return None
-
-
-def _is_whole(text: str) -> bool:
-    """Says whether a text holds no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _no_boolean(value: Any) -> Any:
@@ -98,6 +89,21 @@ def _biases(given: dict[str, Any]) -> dict[str, float]:
     return given
 
 
+MAX_REQUEST_ID = 256
+
+
+def checked_request_id(given: str, name: str = "request_id") -> str:
+    """The id, which logs and metrics can hold. VLLMValidationError for another one."""
+    if not 1 <= len(given) <= MAX_REQUEST_ID or not given.isprintable():
+        raise VLLMValidationError(
+            f"{name} must have 1 to {MAX_REQUEST_ID} printable characters, got "
+            f"{short_repr(given)} ({len(given):,} characters)",
+            parameter=name,
+        )
+    return given
+
+
+RequestId = Annotated[str, AfterValidator(checked_request_id)]
 Biases = Annotated[dict[str, Any], AfterValidator(_biases)]
 
 
@@ -124,6 +130,8 @@ class OpenAIModel(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     known_extras: ClassVar[frozenset[str]] = frozenset()
+    # What changes an answer, and would be missed in it.
+    refused_extras: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -155,6 +163,11 @@ class OpenAIModel(BaseModel):
 
     @model_validator(mode="after")
     def _say_unknown(self) -> "OpenAIModel":
+        given = {name for name, value in (self.model_extra or {}).items() if value}
+        for name in sorted(given & self.refused_extras):
+            raise VLLMValidationError(
+                f"{name} is not supported: leave it out", parameter=name
+            )
         unknown = sorted(set(self.model_extra or {}) - self.known_extras)
         if unknown:
             logger.warning_once(

@@ -203,10 +203,11 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         if name is None:
             raise
         message = str(error)
-        # "the prompt" is what messages become: it is an English word as well.
+        # "the prompt" is what messages become: it is an English word as well. And
+        # options of the server, such as --max-logprobs, keep their names.
         for old, new in names.items():
             if old != "prompt":
-                message = re.sub(rf"\b{old}\b", new, message)
+                message = re.sub(rf"(?<![\w-]){old}(?![\w-])", new, message)
         raise VLLMValidationError(message, parameter=name, value=error.value) from error
 
 

@@ -5,7 +5,7 @@ left open (length, seeds of stop tokens) is filled in.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
@@ -23,7 +23,7 @@ from vllm.transformers_utils.tokenizer import (
     open_tokenizer,
 )
 from vllm.utils.gc_utils import collector_paused
-from vllm.utils.text_utils import short_repr, shorten
+from vllm.utils.text_utils import is_unicode, short_repr, shorten
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.sample.logits_processor import load_custom_logitsprocs
 from vllm.v1.structured_output import check_structured_outputs
@@ -317,6 +317,7 @@ def split_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str 
     Raises VLLMValidationError for anything that is not one text prompt.
     """
     if isinstance(prompt, str):
+        check_text(prompt, "prompt")
         return prompt, None, None
     if isinstance(prompt, (list, tuple)):
         return None, list(prompt), None
@@ -343,13 +344,32 @@ def split_prompt(prompt: PromptType) -> tuple[str | None, list[int] | None, str 
         raise VLLMValidationError(
             f"prompt must be text, got {type(text).__name__}", parameter="prompt"
         )
+    no_ids = isinstance(ids, (str, bytes, bytearray)) or not isinstance(ids, Iterable)
+    if ids is not None and no_ids:
+        raise VLLMValidationError(
+            f"prompt_token_ids must be a list of token ids, got {short_repr(ids)}",
+            parameter="prompt",
+        )
     salt = prompt.get("cache_salt")
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise VLLMValidationError(
             f"cache_salt must be a non-empty string, got {short_repr(salt)}",
             parameter="cache_salt",
         )
+    for given, name in ((text, "prompt"), (salt, "cache_salt")):
+        check_text(given or "", name)
     return text, None if ids is None else list(ids), salt
+
+
+def check_text(text: str, parameter: str) -> None:
+    """VLLMValidationError for a text that is not valid Unicode, which no tokenizer and
+    no message to the core takes."""
+    if not is_unicode(text):
+        raise VLLMValidationError(
+            f"{parameter} {short_repr(text)} holds half of a surrogate pair: expected "
+            "valid Unicode; decode what it comes from with errors='replace'",
+            parameter=parameter,
+        )
 
 
 def _int_keys(bias: Mapping[Any, float]) -> dict[int, float]:

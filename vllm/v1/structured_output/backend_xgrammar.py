@@ -20,6 +20,7 @@ from vllm.v1.structured_output.backend_types import (
     StructuredOutputGrammar,
 )
 from vllm.v1.structured_output.json_schema import check_schema
+from vllm.v1.structured_output.open_arrays import open_arrays, with_open_arrays
 from vllm.v1.structured_output.regular_expression import check_regex
 
 # Where in the library's source an error arose: "[12:00:00] /a/b.cc:1: ".
@@ -163,7 +164,8 @@ def _build(from_schema: Any, params: StructuredOutputsParams) -> Any:
         return None
     # Properties beyond the schema's need its "additionalProperties": small models
     # never stop adding some.
-    return from_schema(_text(params.json), **_whitespace(params), strict_mode=True)
+    text = with_open_arrays(_text(params.json))
+    return from_schema(text, **_whitespace(params), strict_mode=True)
 
 
 def _whitespace(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -185,7 +187,14 @@ def _plain(params: StructuredOutputsParams) -> xgr.Grammar:
         return xgr.Grammar.from_ebnf(_choice_ebnf(params.choice))
     if params.grammar is not None:
         return xgr.Grammar.from_ebnf(params.grammar)
-    return xgr.Grammar.from_structural_tag(params.structural_tag)
+    return xgr.Grammar.from_structural_tag(_opened_tag(params.structural_tag or ""))
+
+
+def _opened_tag(text: str) -> str:
+    tag = _loaded("structural_tag", text)
+    for schema in _schemas_in(tag):
+        open_arrays(schema)
+    return json.dumps(tag)
 
 
 def _choice_ebnf(choices: list[str]) -> str:

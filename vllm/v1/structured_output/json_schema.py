@@ -151,14 +151,14 @@ _MOST_EXCLUSIVE = 128
 def check_schema(schema: object) -> None:
     """ValueError for a JSON schema, as json.loads gives it, whose grammar would allow
     values that the schema forbids; it names the keyword and its path."""
-    parts = _all_parts(schema)
+    parts = all_parts(schema)
     for path, part in parts:
         _check_neighbours(part, path, schema)
         _check_typed(part, path)
     check_together([part["pattern"] for _, part in parts if "pattern" in part])
 
 
-def _all_parts(schema: object) -> list[tuple[str, dict[str, Any]]]:
+def all_parts(schema: object) -> list[tuple[str, dict[str, Any]]]:
     """What constrains a value: the schema and all below it, with their paths, each of
     the right shape; of definitions those that are referred to."""
     waiting: list[tuple[str, object]] = [("$", schema)]
@@ -259,7 +259,7 @@ def _check_neighbours(part: dict[str, Any], path: str, root: object) -> None:
 
 
 def _check_values(part: dict[str, Any], path: str) -> None:
-    types = _types(part)
+    types = types_of(part)
     for value in _values(part) or []:
         if types is not None and not _kinds(value) & types:
             raise _fault(
@@ -280,9 +280,9 @@ def _check_branches(name: str, part: dict[str, Any], path: str, root: object) ->
         raise _fault(name, path, "must hold at least one schema")
     if name == "allOf" and len(branches) > 1:
         raise _fault(name, path, "with several members is not enforced; merge them")
-    types = _types(part) if "type" in part else _ANY
+    types = types_of(part) if "type" in part else _ANY
     for branch in branches if "type" in part else []:
-        if not (_types(branch) or _ANY) <= (types or _ANY):
+        if not (types_of(branch) or _ANY) <= (types or _ANY):
             raise _fault(
                 "type", path, f"is not enforced here beside {name!r}; move it into that"
             )
@@ -307,7 +307,7 @@ def _check_branches(name: str, part: dict[str, Any], path: str, root: object) ->
 
 
 def _check_typed(part: dict[str, Any], path: str) -> None:
-    types = _types(part)
+    types = types_of(part)
     if types is None:
         if _BESIDE.keys() & part.keys():
             return
@@ -439,7 +439,7 @@ def _resolved(part: object, root: object) -> dict[str, Any]:
     return {}
 
 
-def _types(part: dict[str, Any]) -> frozenset[str] | None:
+def types_of(part: dict[str, Any]) -> frozenset[str] | None:
     """The types of values that are meant; None for any."""
     stated = part.get("type")
     if stated is None:
@@ -495,4 +495,4 @@ def _all_kinds(part: dict[str, Any]) -> frozenset[str]:
     values = _values(part)
     if values is not None:
         return frozenset().union(*(_kinds(value) for value in values))
-    return _types(part) or _ANY
+    return types_of(part) or _ANY
