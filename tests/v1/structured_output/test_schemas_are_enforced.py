@@ -284,7 +284,7 @@ def test_a_grammar_that_would_hold_up_the_steps_is_refused(
     words = [bytes(word) for n in (1, 2, 4) for word in product(b"abcd", repeat=n)]
     info = xgr.TokenizerInfo([*words, b"<end>"], stop_token_ids=[len(words)])
     backend = backend_of(info)
-    nested = StructuredOutputsParams(regex="((a|b|[a-z]{0,50}){0,40}c?){0,30}d")
+    nested = StructuredOutputsParams(regex="((a|b|[a-z]{0,50}){0,20}c?){0,15}d")
     plain = StructuredOutputsParams(regex="[a-z]{0,50}d")
     limit = "vllm.v1.structured_output.backend_xgrammar._MAX_SECONDS_PER_TOKEN"
     monkeypatch.setattr(limit, 0.01)

@@ -20,7 +20,7 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 # The library writes counted repetitions out before it compiles them.
-_MOST_WRITTEN_OUT = 1 << 16
+_MOST_WRITTEN_OUT = 1 << 14
 
 
 def check_regex(pattern: str) -> None:
