@@ -257,13 +257,20 @@ def test_only_what_is_ignored_is_said_to_be(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    for name in ("functions", "function_call", "modalities", "audio"):
+    for name in ("functions", "function_call", "audio"):
         error = refused(client, ChatCompletionRequest, **{name: ["a"], "odd_one": 1})
         assert error["param"] == name
     assert "ignored" not in caplog.text
     body = BODIES[ChatCompletionRequest] | {"odd_one": 1}
     assert client.post("/ChatCompletionRequest", json=body).status_code == 200
     assert "odd_one are unknown and ignored" in caplog.text
+
+
+def test_answers_are_text(client: TestClient) -> None:
+    error = refused(client, ChatCompletionRequest, modalities=["text", "audio"])
+    assert error["param"] == "modalities"
+    body = BODIES[ChatCompletionRequest] | {"modalities": ["text"]}
+    assert client.post("/ChatCompletionRequest", json=body).status_code == 200
 
 
 def test_a_wrong_method_is_told_the_right_one(client: TestClient) -> None:

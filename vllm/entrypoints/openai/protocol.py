@@ -310,7 +310,7 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    refused_extras = frozenset({"functions", "function_call", "modalities", "audio"})
+    refused_extras = frozenset({"functions", "function_call", "audio"})
 
     messages: ListOf[dict[str, Any]]
     max_tokens: Int | None = None
@@ -323,6 +323,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: ListOf[dict[str, Any]] | None = None
+    modalities: ListOf[Literal["text"]] | None = None
     tools: ListOf[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
