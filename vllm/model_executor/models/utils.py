@@ -162,6 +162,8 @@ def _alike(tensor: torch.Tensor, param: torch.Tensor) -> bool:
         and tensor.dtype == param.dtype
         and tensor.device == param.device
         and tensor.is_contiguous()
+        # A parameter that was made in inference mode takes no other kind of tensor.
+        and tensor.is_inference() == param.is_inference()
     )
 
 
