@@ -2,6 +2,7 @@
 
 #include <omp.h>
 #include <sched.h>
+#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -89,23 +90,16 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-// How long work took.
-struct Pace {
-  int64_t macs = 0;
-  int64_t ns = 0;
-
-  void add(int64_t more_macs, int64_t more_ns) {
-    macs += more_macs;
-    ns += more_ns;
-  }
-  double ns_per_mac() const {
-    return static_cast<double>(ns) / static_cast<double>(std::max<int64_t>(macs, 1));
-  }
-};
+// Of all threads of the process.
+int64_t cpu_ns() {
+  timespec now = {};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
+}
 
 // Whether a team pays. A thread whose core another program has holds up the others at
-// the end of every phase. But they also wait where work cannot be shared evenly: whether
-// one thread alone is faster is tried out.
+// the end of every phase. Where threads wait because work cannot be shared evenly, all
+// of them have their cores, and a team pays.
 class Crowding {
  public:
   bool leaves_room_for(int64_t macs) {
@@ -114,45 +108,27 @@ class Crowding {
     return false;
   }
 
-  // What a team waited, all threads together, beyond spinning.
-  void note_team(int64_t macs, int64_t waited_ns, int64_t passed_ns) {
-    if (waited_ns * 4 < passed_ns) {
-      if (macs <= limit_) *this = Crowding(std::min(times_, 0));
+  // What a team waited, all threads together, beyond spinning, and for how long threads
+  // had no core.
+  void note(int64_t macs, int64_t waited_ns, int64_t lost_ns, int64_t passed_ns) {
+    if (waited_ns * 4 < passed_ns || lost_ns * 8 < passed_ns) {
+      if (macs <= limit_) *this = {};
       return;
     }
-    together_.add(macs, passed_ns);
     if (++times_ < kTimes) return;
     limit_ = 4 * macs;
     alone_left_ = rest_;
-    alone_ = {};
+    rest_ = std::min(2 * rest_, kLongestRest);
   }
-
-  void note_alone(int64_t macs, int64_t passed_ns) {
-    alone_.add(macs, passed_ns);
-    if (alone_left_ > 0) return;
-    if (alone_.ns_per_mac() < together_.ns_per_mac()) {
-      rest_ = std::min(2 * rest_, kLongestRest);
-      together_ = {};
-    } else {
-      *this = Crowding(-kPatience);
-    }
-  }
-
-  Crowding() = default;
 
  private:
-  explicit Crowding(int times) : times_(times) {}
-
-  static constexpr int kTimes = 2;       // in a row
-  static constexpr int kPatience = 64;   // more of them, once a team was faster
+  static constexpr int kTimes = 2;  // in a row
   static constexpr int64_t kFirstRest = 8, kLongestRest = 256;  // runs of phases
 
   int times_ = 0;
   int64_t limit_ = INT64_MAX;
   int64_t alone_left_ = 0;
   int64_t rest_ = kFirstRest;
-  Pace together_;
-  Pace alone_;
 };
 
 class Team {
@@ -243,20 +219,20 @@ int threads_for(int64_t macs) {
 bool run_phases(const std::vector<Phase>& phases, PhaseRunner& runner, int num_threads,
                 int64_t scratch_bytes, int64_t macs) {
   static thread_local Crowding crowding;
-  const int64_t began = now_ns();
-  const bool alone = num_threads > 1 && !crowding.leaves_room_for(macs);
-  if (num_threads <= 1 || alone) {
+  if (num_threads <= 1 || !crowding.leaves_room_for(macs)) {
     void* const scratch = thread_scratch(scratch_bytes);
     if (scratch == nullptr) return false;
     for (const Phase& phase : phases) runner.run(phase, 0, runner.count(phase), scratch);
-    if (alone) crowding.note_alone(macs, now_ns() - began);
     return true;
   }
   Team team(phases, runner, num_threads);
+  const int64_t began = now_ns(), cpu_began = cpu_ns();
 #pragma omp parallel num_threads(num_threads)
   // The runtime may give fewer threads than asked for.
   team.work(omp_get_thread_num(), omp_get_num_threads(), thread_scratch(scratch_bytes));
-  crowding.note_team(macs, team.waited_ns(), now_ns() - began);
+  const int64_t passed = now_ns() - began;
+  const int64_t lost = num_threads * passed - (cpu_ns() - cpu_began);
+  crowding.note(macs, team.waited_ns(), lost, passed);
   return !team.failed();
 }
 

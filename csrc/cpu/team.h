@@ -6,8 +6,7 @@
 // with another program holds up nobody for long. Phases of one item are done by whoever
 // arrives last, before the others go on. Waiting threads bring to their caches what they
 // will read next, spin briefly, then yield. Where they wait for much of the time, since
-// another program uses their cores, work of that size is done by one thread for a while,
-// if that is faster.
+// another program uses their cores, work of that size is done by one thread for a while.
 #pragma once
 
 #include <stdint.h>
