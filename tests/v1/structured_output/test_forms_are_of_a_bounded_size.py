@@ -71,6 +71,8 @@ def test_text_inside_of_classes_is_no_assertion(pattern: str) -> None:
         ("(a{2}", 2),
         ("a)b{2}", 4),
         ("{3}", 0),
+        ("a{" + "9" * 5000 + "}", 10**9),
+        ("a" + "{9}" * 40_000, 10**9),
     ],
 )
 def test_counted_repetitions_are_written_out(pattern: str, size: int) -> None:

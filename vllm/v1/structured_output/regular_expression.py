@@ -21,6 +21,7 @@ _PIECE = re.compile(
 )
 # The library writes counted repetitions out before it compiles them.
 _MOST_WRITTEN_OUT = 1 << 14
+_UNCOUNTED = 10**9  # sizes are not counted beyond this
 
 
 def check_regex(pattern: str) -> None:
@@ -62,9 +63,10 @@ def written_out(pattern: str) -> int:
             last = size
             size += outer.pop()
         elif kind in ("least", "most"):
-            times = max(1, int(piece["most"] or piece["least"]))
-            size += last * (times - 1)
-            last *= times
+            digits = piece["most"] or piece["least"]
+            times = max(1, int(digits)) if len(digits) < 10 else _UNCOUNTED
+            size = min(size + last * (times - 1), _UNCOUNTED)
+            last = min(last * times, _UNCOUNTED)
         elif kind != "mark":
             size, last = size + 1, 1
     return size + sum(outer)
