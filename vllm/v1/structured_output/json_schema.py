@@ -11,136 +11,26 @@ from typing import Any
 from urllib.parse import unquote
 
 from vllm.utils.text_utils import short_repr, shorten
+from vllm.v1.structured_output.json_keywords import (
+    ANNOTATIONS,
+    ANY,
+    BESIDE,
+    COUNTS,
+    ENFORCED,
+    FORMATS,
+    NOT_ENFORCED,
+    NUMBERS,
+    OBJECTS,
+    ONE,
+    RANGE,
+    SEVERAL,
+    all_kinds_of,
+    kinds_of,
+    types_of,
+    values_of,
+)
 from vllm.v1.structured_output.regular_expression import check_regex, check_together
 
-_NUMBERS = frozenset({"integer", "number"})
-_STRINGS = frozenset({"string"})
-_ARRAYS = frozenset({"array"})
-_OBJECTS = frozenset({"object"})
-_ANY = frozenset({*_NUMBERS, *_STRINGS, *_ARRAYS, *_OBJECTS, "boolean", "null"})
-
-#: Keywords that the grammar enforces, with the types whose values they constrain.
-ENFORCED: dict[str, frozenset[str]] = {
-    "type": _ANY,
-    "enum": _ANY,
-    "const": _ANY,
-    "$ref": _ANY,
-    "anyOf": _ANY,
-    "oneOf": _ANY,
-    "allOf": _ANY,
-    "minimum": _NUMBERS,
-    "maximum": _NUMBERS,
-    "exclusiveMinimum": _NUMBERS,
-    "exclusiveMaximum": _NUMBERS,
-    "multipleOf": _NUMBERS,
-    "minLength": _STRINGS,
-    "maxLength": _STRINGS,
-    "pattern": _STRINGS,
-    "format": _STRINGS,
-    "items": _ARRAYS,
-    "prefixItems": _ARRAYS,
-    "unevaluatedItems": _ARRAYS,
-    "minItems": _ARRAYS,
-    "maxItems": _ARRAYS,
-    "properties": _OBJECTS,
-    "additionalProperties": _OBJECTS,
-    "unevaluatedProperties": _OBJECTS,
-    "required": _OBJECTS,
-    "minProperties": _OBJECTS,
-    "maxProperties": _OBJECTS,
-}
-
-#: Keywords that leave every value valid; "x-" begins further ones.
-ANNOTATIONS = frozenset(
-    [
-        "title",
-        "description",
-        "default",
-        "example",
-        "examples",
-        "deprecated",
-        "readOnly",
-        "writeOnly",
-        "$comment",
-        "$schema",
-        "$id",
-        "id",
-        "$anchor",
-        "$dynamicAnchor",
-        "$vocabulary",
-        "$defs",
-        "definitions",
-        "contentEncoding",
-        "contentMediaType",
-        "contentSchema",
-        "discriminator",
-        "xml",
-        "externalDocs",
-    ]
-)
-
-#: Keywords that forbid values which the grammar would allow.
-NOT_ENFORCED = frozenset(
-    [
-        "not",
-        "if",
-        "then",
-        "else",
-        "uniqueItems",
-        "contains",
-        "minContains",
-        "maxContains",
-        "additionalItems",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "patternProperties",
-        "propertyNames",
-        "$dynamicRef",
-        "$recursiveRef",
-        "$recursiveAnchor",
-        "nullable",
-    ]
-)
-
-FORMATS = frozenset(
-    [
-        "email",
-        "date",
-        "time",
-        "date-time",
-        "duration",
-        "ipv4",
-        "ipv6",
-        "hostname",
-        "uuid",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "json-pointer",
-        "relative-json-pointer",
-    ]
-)
-
-# The grammar follows one of these and nothing beside it but what is named here.
-_BESIDE: dict[str, frozenset[str]] = {
-    "$ref": frozenset(),
-    "const": frozenset({"type", "enum"}),
-    "enum": frozenset({"type"}),
-    "anyOf": frozenset({"type"}),
-    "oneOf": frozenset({"type"}),
-    "allOf": frozenset({"type"}),
-}
-# Without a "type", these imply one.
-_IMPLIED = (
-    ("object", {"properties", "additionalProperties", "unevaluatedProperties"}),
-    ("array", {"items", "prefixItems", "unevaluatedItems"}),
-)
-_COUNTS = tuple(f"{m}{w}" for m in ("min", "max") for w in ("Length", "Items"))
-_COUNTS += ("minProperties", "maxProperties")
-_RANGE = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_ONE = ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties")
-_SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 _REFERENCES_IN_A_ROW = 8
 # The library follows each inside the one before it, and has a stack for 2,000.
 _MOST_REFERENCES = 500
@@ -214,7 +104,7 @@ def _check_names(part: dict[str, Any], path: str) -> None:
 
 
 def _check_shapes(part: dict[str, Any], path: str) -> None:
-    for name in _COUNTS:
+    for name in COUNTS:
         value = part.get(name, 0)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise _fault(
@@ -223,7 +113,7 @@ def _check_shapes(part: dict[str, Any], path: str) -> None:
     for name in ("pattern", "format", "$ref"):
         if not isinstance(part.get(name, ""), str):
             raise _fault(name, path, f"must be text, got {short_repr(part[name])}")
-    for name in (*_SEVERAL, "enum", "required"):
+    for name in (*SEVERAL, "enum", "required"):
         if not isinstance(part.get(name, []), list):
             raise _fault(name, path, f"must be a list, got {short_repr(part[name])}")
     if not all(isinstance(name, str) for name in part.get("required", [])):
@@ -233,21 +123,21 @@ def _check_shapes(part: dict[str, Any], path: str) -> None:
         raise _fault("properties", path, f"must be an object, got {given}")
     types = part.get("type", "null")
     names = types if isinstance(types, list) else [types]
-    if not names or not all(isinstance(n, str) and n in _ANY for n in names):
+    if not names or not all(isinstance(n, str) and n in ANY for n in names):
         raise _fault(
             "type",
             path,
-            f"must be one or several of {', '.join(sorted(_ANY))}, got "
+            f"must be one or several of {', '.join(sorted(ANY))}, got "
             f"{short_repr(types)}",
         )
 
 
 def _check_neighbours(part: dict[str, Any], path: str, root: object) -> None:
     """What stands beside a keyword that the grammar follows alone."""
-    alone = next((name for name in _BESIDE if name in part), None)
+    alone = next((name for name in BESIDE if name in part), None)
     if alone is None:
         return
-    beside = [n for n in part if n in ENFORCED and n not in _BESIDE[alone] | {alone}]
+    beside = [n for n in part if n in ENFORCED and n not in BESIDE[alone] | {alone}]
     if beside:
         raise _fault(
             beside[0], path, f"is not enforced here beside {alone!r}; move it into that"
@@ -260,8 +150,8 @@ def _check_neighbours(part: dict[str, Any], path: str, root: object) -> None:
 
 def _check_values(part: dict[str, Any], path: str) -> None:
     types = types_of(part)
-    for value in _values(part) or []:
-        if types is not None and not _kinds(value) & types:
+    for value in values_of(part) or []:
+        if types is not None and not kinds_of(value) & types:
             raise _fault(
                 "const" if "const" in part else "enum",
                 path,
@@ -280,9 +170,9 @@ def _check_branches(name: str, part: dict[str, Any], path: str, root: object) ->
         raise _fault(name, path, "must hold at least one schema")
     if name == "allOf" and len(branches) > 1:
         raise _fault(name, path, "with several members is not enforced; merge them")
-    types = types_of(part) if "type" in part else _ANY
+    types = types_of(part) if "type" in part else ANY
     for branch in branches if "type" in part else []:
-        if not (types_of(branch) or _ANY) <= (types or _ANY):
+        if not (types_of(branch) or ANY) <= (types or ANY):
             raise _fault(
                 "type", path, f"is not enforced here beside {name!r}; move it into that"
             )
@@ -309,7 +199,7 @@ def _check_branches(name: str, part: dict[str, Any], path: str, root: object) ->
 def _check_typed(part: dict[str, Any], path: str) -> None:
     types = types_of(part)
     if types is None:
-        if _BESIDE.keys() & part.keys():
+        if BESIDE.keys() & part.keys():
             return
         for name in part:
             if name in ENFORCED:
@@ -320,7 +210,7 @@ def _check_typed(part: dict[str, Any], path: str) -> None:
         return
     if "string" in types:
         _check_string(part, path)
-    if types & _NUMBERS and "multipleOf" in part:
+    if types & NUMBERS and "multipleOf" in part:
         _check_multiple(part, path, types)
     if "object" in types:
         _check_object(part, path)
@@ -348,7 +238,7 @@ def _check_string(part: dict[str, Any], path: str) -> None:
 
 def _check_multiple(part: dict[str, Any], path: str, types: frozenset[str]) -> None:
     step = part["multipleOf"]
-    beside = next((name for name in _RANGE if name in part), None)
+    beside = next((name for name in RANGE if name in part), None)
     if "number" in types or not isinstance(step, int) or isinstance(step, bool):
         raise _fault(
             "multipleOf",
@@ -388,10 +278,10 @@ def _check_object(part: dict[str, Any], path: str) -> None:
 
 
 def _parts(part: dict[str, Any], path: str) -> Iterator[tuple[str, object]]:
-    for name in _ONE:
+    for name in ONE:
         if name in part:
             yield f"{path}.{name}", part[name]
-    for name in _SEVERAL:
+    for name in SEVERAL:
         for i, member in enumerate(part.get(name, [])):
             yield f"{path}.{name}[{i}]", member
     for name, member in part.get("properties", {}).items():
@@ -439,33 +329,6 @@ def _resolved(part: object, root: object) -> dict[str, Any]:
     return {}
 
 
-def types_of(part: dict[str, Any]) -> frozenset[str] | None:
-    """The types of values that are meant; None for any."""
-    stated = part.get("type")
-    if stated is None:
-        implied = [kind for kind, names in _IMPLIED if names & part.keys()]
-        return frozenset(implied[:1]) or None
-    types = frozenset(stated if isinstance(stated, list) else [stated])
-    return types | {"integer"} if "number" in types else types
-
-
-def _values(part: dict[str, Any]) -> list[Any] | None:
-    if "const" in part:
-        return [part["const"]]
-    values = part.get("enum")
-    return values if isinstance(values, list) else None
-
-
-def _kinds(value: object) -> frozenset[str]:
-    if isinstance(value, bool):
-        return frozenset({"boolean"})
-    if isinstance(value, (int, float)):
-        whole = isinstance(value, int) or value.is_integer()
-        return _NUMBERS if whole else frozenset({"number"})
-    named = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return frozenset({named[type(value)]})
-
-
 def _text(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -474,25 +337,18 @@ def _text(value: object) -> str:
 
 def _disjoint(one: dict[str, Any], other: dict[str, Any], root: object) -> bool:
     """Says whether no value can fit both, as far as that is plain."""
-    first, second = _values(one), _values(other)
+    first, second = values_of(one), values_of(other)
     if first is not None and second is not None:
         return {_text(v) for v in first}.isdisjoint({_text(v) for v in second})
-    first_types, second_types = _all_kinds(one), _all_kinds(other)
+    first_types, second_types = all_kinds_of(one), all_kinds_of(other)
     if first_types.isdisjoint(second_types):
         return True
-    if first_types | second_types != _OBJECTS:
+    if first_types | second_types != OBJECTS:
         return False
     needed = set(one.get("required", [])) & set(other.get("required", []))
     for name in needed:
         tags = [p.get("properties", {}).get(name) for p in (one, other)]
         a, b = (_resolved(tag, root) for tag in tags)
-        if _values(a) is not None and _disjoint(a, b, root):
+        if values_of(a) is not None and _disjoint(a, b, root):
             return True
     return False
-
-
-def _all_kinds(part: dict[str, Any]) -> frozenset[str]:
-    values = _values(part)
-    if values is not None:
-        return frozenset().union(*(_kinds(value) for value in values))
-    return types_of(part) or _ANY

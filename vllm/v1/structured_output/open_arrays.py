@@ -6,7 +6,8 @@ none beyond those that are named.
 
 import json
 
-from vllm.v1.structured_output.json_schema import all_parts, types_of
+from vllm.v1.structured_output.json_keywords import types_of
+from vllm.v1.structured_output.json_schema import all_parts
 
 _NUMBER_OF_ITEMS = ("minItems", "maxItems")
 _OTHER_ITEMS = frozenset({"items", "unevaluatedItems"})
