@@ -99,8 +99,10 @@ class TileAttention {
   // Rows that attend to nothing become 0.
   static void write_rows(Frame& t) {
     if (t.a.sinks != nullptr) {
-      for (int row = 0; row < t.rows; ++row) t.weight[row] = t.a.sinks[t.head_of(row)];
-      t.total.add_logits(t.weight, t.rescale);
+      for (int row = 0; row < t.rows; ++row) {
+        t.weight[row] = t.a.sinks[t.head_of(row)] * kLog2E;
+      }
+      t.total.add_scores(t.weight, t.rescale);
     }
     for (int row = 0; row < t.rows; ++row) {
       const float sum = t.total.sum[row];

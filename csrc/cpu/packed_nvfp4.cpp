@@ -195,23 +195,21 @@ static_assert(kMaxGroups % kLanes == 0);
 
 // The e4m3 scales of a head's groups, and what they stand for with the layer's scale.
 struct Scales {
-  alignas(64) uint32_t code[kMaxGroups];
+  alignas(64) uint32_t code[kMaxGroups] = {};
   alignas(64) float step[kMaxGroups];
   alignas(64) float inverse[kMaxGroups];  // 0 where the step is
 
-  // Whole registers of groups, whose largest magnitudes are given.
+  // Of groups whose largest magnitudes are given.
   Scales(const float* largest, int groups, float reciprocal, float global_scale) {
+    for (int i = 0; i < groups; ++i) {
+      code[i] = e4m3_code(largest[i] * reciprocal / global_scale);
+    }
     for (int begin = 0; begin < groups; begin += kLanes) {
-      for (int i = begin; i < begin + kLanes; ++i) {
-        code[i] = e4m3_code(largest[i] * reciprocal / global_scale);
-      }
       Codes codes;
       memcpy(&codes, code + begin, sizeof codes);
       store(step + begin, mul(e4m3(codes), set1(global_scale)));
-      for (int i = begin; i < begin + kLanes; ++i) {
-        inverse[i] = step[i] > 0.f ? 1.f / step[i] : 0.f;
-      }
     }
+    for (int i = 0; i < groups; ++i) inverse[i] = step[i] > 0.f ? 1.f / step[i] : 0.f;
   }
 };
 

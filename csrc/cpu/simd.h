@@ -49,12 +49,14 @@ VLLM_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 namespace vllm_cpu::VLLM_ISA {
 
-// e^x for x <= 88; relative error below 3e-7, exactly 1 at 0 and 0 below -87 (which
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x for x <= 127; relative error below 3e-7, exactly 1 at 0 and 0 below -125.5 (which
 // spares the softmax every subnormal). max and min return their second operand when one
 // is NaN, so NaN passes through.
-VLLM_INLINE F exp(F x) {
-  const F lowest = set1(-87.f);
-  const F t = mul(max(lowest, x), set1(1.44269504088896341f));
+VLLM_INLINE F exp2(F x) {
+  const F lowest = set1(-125.5f);
+  const F t = max(lowest, x);
   const F n = round(t);
   const F f = sub(t, n);
   F p = set1(1.54035304e-4f);
@@ -66,6 +68,8 @@ VLLM_INLINE F exp(F x) {
   p = fma(p, f, set1(1.f));
   return zero_below(scale_pow2(p, n), x, lowest);
 }
+
+VLLM_INLINE F exp(F x) { return exp2(mul(x, set1(kLog2E))); }
 
 // tanh(x) = 1 - 2 / (e^2x + 1), saturating before e^2x overflows.
 VLLM_INLINE F tanh(F x) {

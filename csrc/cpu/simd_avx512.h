@@ -34,6 +34,35 @@ VLLM_INLINE F zero_below(F x, F test, F bound) {
 VLLM_INLINE float reduce_max(F x) { return _mm512_reduce_max_ps(x); }
 VLLM_INLINE float reduce_add(F x) { return _mm512_reduce_add_ps(x); }
 
+// reduce(x[i]) in lane i, with the operands of reduce_max and reduce_add: of lanes 8
+// apart, then 4, 2 and 1.
+template <class Combine>
+VLLM_INLINE F reduce_each(const F (&x)[16], Combine combine) {
+  F y[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const F ab = combine(_mm512_shuffle_f32x4(x[i], x[i + 4], 0x44),
+                         _mm512_shuffle_f32x4(x[i], x[i + 4], 0xee));
+    const F cd = combine(_mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x44),
+                         _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xee));
+    y[i] = combine(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 4; i += 2) {
+    const __m512d p = _mm512_castps_pd(y[i]);
+    const __m512d q = _mm512_castps_pd(y[i + 1]);
+    y[i] = combine(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)),
+                   _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+  }
+  return combine(_mm512_shuffle_ps(y[0], y[2], 0x88), _mm512_shuffle_ps(y[0], y[2], 0xdd));
+}
+VLLM_INLINE F reduce_max_each(const F (&x)[16]) {
+  return reduce_each(x, [](F a, F b) __attribute__((always_inline)) { return max(a, b); });
+}
+VLLM_INLINE F reduce_add_each(const F (&x)[16]) {
+  return reduce_each(x, [](F a, F b) __attribute__((always_inline)) { return add(a, b); });
+}
+
 VLLM_INLINE U u_load(const uint32_t* p) { return _mm512_loadu_si512(p); }
 VLLM_INLINE void u_store(uint32_t* p, U x) { _mm512_storeu_si512(p, x); }
 VLLM_INLINE U u_set1(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }

@@ -1,5 +1,6 @@
 // The softmax over a run of keys, for a tile of rows: the largest score, the sum of
-// e^(score - max), and the same sum weighted by values. Two runs fold into one.
+// 2^(score - max), and the same sum weighted by values. Scores are log2(e) times what
+// their e^ is taken of. Two runs fold into one.
 #pragma once
 
 #include "simd.h"
@@ -45,8 +46,8 @@ struct SoftmaxState {
       const F a = load(max + row);
       const F b = load(from.max + row);
       const F top = vllm_cpu::VLLM_ISA::max(a, b);
-      const F kept = exp(sub(a, top));
-      const F taken = exp(sub(b, top));
+      const F kept = exp2(sub(a, top));
+      const F taken = exp2(sub(b, top));
       store(keep + row, kept);
       store(take + row, taken);
       store(max + row, top);
@@ -63,16 +64,16 @@ struct SoftmaxState {
     }
   }
 
-  // One more logit per row, which takes probability and adds no value.
-  void add_logits(const float* logits, float* keep) const {
+  // One more score per row, which takes probability and adds no value.
+  void add_scores(const float* scores, float* keep) const {
     for (int row = 0; row < rows; row += kLanes) {
       const F a = load(max + row);
-      const F b = load(logits + row);
+      const F b = load(scores + row);
       const F top = vllm_cpu::VLLM_ISA::max(a, b);
-      const F kept = exp(sub(a, top));
+      const F kept = exp2(sub(a, top));
       store(keep + row, kept);
       store(max + row, top);
-      store(sum + row, fma(load(sum + row), kept, exp(sub(b, top))));
+      store(sum + row, fma(load(sum + row), kept, exp2(sub(b, top))));
     }
     for (int row = 0; row < rows; ++row) {
       const F kept = set1(keep[row]);
