@@ -1,6 +1,8 @@
 // Brings weights into panels, and back. Knows units of 32 bits, not what they hold.
 #include <string.h>
 
+#include <vector>
+
 #include "linear.h"
 #include "runtime.h"
 
@@ -19,12 +21,13 @@ struct PackArgs {
   int64_t steps;
 };
 
-// One panel's steps [begin, end), to the panels or (`back`) to the rows.
-void move_part(const PackArgs& a, int64_t panel, int64_t begin, int64_t end, bool back) {
+// Steps [begin, end) of one panel, to the panels or (`back`) to its rows.
+void move_part(const PackArgs& a, int64_t panel, uint8_t* rows, int64_t begin,
+               int64_t end, bool back) {
   uint8_t* const units = a.panels + panel * a.steps * kPanel * 4;
   for (int64_t i = 0; i < kPanel; ++i) {
     const int64_t output = panel * kPanel + i;
-    uint8_t* const row = a.rows + output * a.row_bytes;
+    uint8_t* const row = rows + i * a.row_bytes;
     for (int64_t step = begin; step < end; ++step) {
       const int64_t left = output < a.outputs ? a.width_bytes - step * 4 : 0;
       const size_t count = left >= 4 ? 4 : left > 0 ? static_cast<size_t>(left) : 0;
@@ -47,7 +50,9 @@ void move_part(const PackArgs& a, int64_t panel, int64_t begin, int64_t end, boo
 using namespace vllm_cpu;
 
 // Between `rows` [outputs, inputs], `row_bytes` apart and `width_bytes` wide, and
-// `panels` [panels, steps, kPanel] of 32-bit units: to the panels, or `back`. 0.
+// `panels` [panels, steps, kPanel] of 32-bit units: to the panels, or `back`. Whole
+// panels of whole units side by side may become panels where they lie: then both are the
+// same memory. 0.
 VLLM_EXPORT int64_t vllm_cpu_pack(void* panels, void* rows, int64_t row_bytes,
                                int64_t width_bytes, int64_t outputs, int32_t back) {
   const PackArgs args = {static_cast<uint8_t*>(panels),
@@ -57,11 +62,18 @@ VLLM_EXPORT int64_t vllm_cpu_pack(void* panels, void* rows, int64_t row_bytes,
                          outputs,
                          (width_bytes + 3) / 4};
   const int64_t num_panels = (outputs + kPanel - 1) / kPanel;
-#pragma omp parallel for schedule(static) if (outputs * width_bytes > 1 << 18)
-  for (int64_t panel = 0; panel < num_panels; ++panel) {
-    for (int64_t begin = 0; begin < args.steps; begin += kSteps) {
-      const int64_t end = begin + kSteps < args.steps ? begin + kSteps : args.steps;
-      move_part(args, panel, begin, end, back != 0);
+  const int64_t panel_bytes = kPanel * row_bytes;
+#pragma omp parallel if (outputs * width_bytes > 1 << 18)
+  {
+    std::vector<uint8_t> copy(panels == rows ? panel_bytes : 0);
+#pragma omp for schedule(static)
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+      uint8_t* from = args.rows + panel * panel_bytes;
+      if (!copy.empty()) from = static_cast<uint8_t*>(memcpy(copy.data(), from, panel_bytes));
+      for (int64_t begin = 0; begin < args.steps; begin += kSteps) {
+        const int64_t end = begin + kSteps < args.steps ? begin + kSteps : args.steps;
+        move_part(args, panel, from, begin, end, back != 0);
+      }
     }
   }
   return 0;

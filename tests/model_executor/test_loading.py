@@ -307,3 +307,15 @@ def test_only_what_is_given_away_becomes_the_parameter(keep: bool) -> None:
     with torch.no_grad():
         plan.place("weight", weight.double(), keep=keep)  # another type is never kept
     assert model.weight.dtype == torch.float32
+
+
+def test_every_module_that_holds_a_parameter_is_counted() -> None:
+    model = nn.Module()
+    model.alone = nn.Linear(4, 3, bias=False, device="meta")
+    model.shared = nn.Linear(4, 3, bias=False, device="meta")
+    model.other = nn.Linear(4, 3, bias=False, device="meta")
+    model.other.weight = model.shared.weight
+    base.materialize(model, "cpu")
+    assert model.alone.weight.holders == 1
+    assert model.other.weight is model.shared.weight
+    assert model.shared.weight.holders == 2

@@ -5,6 +5,7 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 
 from tqdm.auto import tqdm
@@ -13,7 +14,13 @@ from vllm.benchmarks.workload import summary
 from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.v1.kv_formats.mode import CACHE_DTYPES
 
-_CODE = "import sys; from vllm import LLM; LLM(sys.argv[1], kv_cache_dtype=sys.argv[2])"
+_READY = "vllm bench startup: ready"
+_CODE = f"""
+import sys
+from vllm import LLM
+llm = LLM(sys.argv[1], kv_cache_dtype=sys.argv[2])
+print({_READY!r}, flush=True)
+"""
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
@@ -28,13 +35,8 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     seconds, cpu_seconds = [], []
     for _ in tqdm(range(args.runs), desc="starts"):
-        start, cpu_start = time.perf_counter(), _cpu_seconds_of_children()
-        command = [sys.executable, "-c", _CODE, args.model, args.kv_cache_dtype]
-        done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            why = (done.stderr.splitlines() or ["it said nothing"])[-1]
-            raise ValueError(f"no engine of {args.model} is ready: {why}")
-        seconds.append(time.perf_counter() - start)
+        cpu_start = _cpu_seconds_of_children()
+        seconds.append(_seconds_to_ready([args.model, args.kv_cache_dtype]))
         cpu_seconds.append(_cpu_seconds_of_children() - cpu_start)
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     figures = {
@@ -51,6 +53,27 @@ def run(args: argparse.Namespace) -> int:
             f"{args.runs} processes, peak memory {figures['peak_memory_mib']:.0f} MiB"
         )
     return 0
+
+
+def _seconds_to_ready(arguments: list[str]) -> float:
+    """Until a fresh process says that its engine is ready; waits for its end too."""
+    start = time.perf_counter()
+    command = [sys.executable, "-c", _CODE, *arguments]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
+        ready = any(line.strip() == _READY for line in process.stdout)
+        seconds = time.perf_counter() - start
+        process.communicate()
+        if process.returncode or not ready:
+            errors.seek(0)
+            why = (errors.read().splitlines() or ["it said nothing"])[-1]
+            raise ValueError(f"no engine of {arguments[0]} is ready: {why}")
+    return seconds
 
 
 def _cpu_seconds_of_children() -> float:

@@ -13,6 +13,7 @@ from vllm.utils.math_utils import round_up
 
 HUGE_PAGE = 2 << 20
 _CHUNK = 32 << 20
+LARGE = _CHUNK // 2  # bytes above which memory lies alone
 _LINE = 64
 
 Advise = Callable[[torch.Tensor], bool]
@@ -48,7 +49,7 @@ class HugePages:
         """Like `torch.empty` on the host."""
         count = torch.Size(shape).numel()
         size = count * dtype.itemsize
-        if size > _CHUNK // 2:
+        if size > LARGE:
             whole = torch.empty(shape, dtype=dtype)
             self._advise(whole)
             return whole

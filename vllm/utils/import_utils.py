@@ -4,6 +4,8 @@ import importlib
 import importlib.util
 from typing import Any
 
+from vllm.utils.gc_utils import collector_paused
+
 
 def resolve(path: str) -> Any:
     """Imports `module` and returns its attribute `Name`, for a path "module:Name".
@@ -14,7 +16,8 @@ def resolve(path: str) -> Any:
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise ValueError(f"cannot resolve {path!r}: expected 'package.module:Name'")
-    return getattr(importlib.import_module(module), name)
+    with collector_paused():
+        return getattr(importlib.import_module(module), name)
 
 
 def resolve_qualname(path: str) -> Any:

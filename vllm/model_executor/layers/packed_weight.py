@@ -43,10 +43,14 @@ class OneDnnWeight:
 PackedWeight = PanelWeight | OneDnnWeight
 
 
-def pack_weight(weight: torch.Tensor) -> PackedWeight | None:
-    """The packed form of `weight`, or None where packing does not pay or work."""
+def pack_weight(weight: torch.Tensor, dropped_by: int = 1) -> PackedWeight | None:
+    """The packed form of `weight`, or None where packing does not pay or work.
+
+    As panels it may have taken the memory of a weight that `dropped_by` modules hold:
+    all of them drop it then.
+    """
     if panel_weight.serves(weight):
-        return PanelWeight(weight)
+        return PanelWeight(weight, dropped_by)
     fits = (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm.utils.huge_pages import HugePages
+from vllm.utils.huge_pages import LARGE, HugePages
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.ops import cpu_functions, cpu_kernels
 
@@ -41,10 +41,12 @@ class LinearArgs(ctypes.Structure):
 class PanelWeight:
     """A weight [N, K] in a type of `_UNITS`, as [N / 32, units of K, 32 units].
 
-    N and K are filled up with zeros to whole panels and units.
+    N and K are filled up with zeros to whole panels and units. A large weight whose
+    holders, `dropped_by` modules, all drop it becomes panels where it lies, if they
+    fill its memory exactly.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, dropped_by: int = 0) -> None:
         if weight.dtype not in _UNITS or weight.dim() != 2:
             raise ValueError(
                 f"the weight is {weight.dtype} of shape {tuple(weight.shape)}: "
@@ -56,8 +58,15 @@ class PanelWeight:
         elems, self._number = _UNITS[weight.dtype]
         panels, steps = cdiv(outputs, PANEL), cdiv(inputs, elems)
         shape = panels, steps, PANEL * elems
-        self.data = _MEMORY.empty(shape, weight.dtype)
+        taken = (
+            dropped_by > 0
+            and dropped_by == getattr(weight, "holders", 0)
+            and weight.nbytes > LARGE
+            and weight.is_contiguous()
+            and torch.Size(shape).numel() == weight.numel()
+        )
         weight = weight.detach()
+        self.data = weight.view(shape) if taken else _MEMORY.empty(shape, weight.dtype)
         self._move(weight if weight.stride(1) == 1 else weight.contiguous(), back=False)
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -132,6 +141,20 @@ class PanelWeight:
             dense.shape[0],
             back,
         )
+
+
+def room_for(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Like `torch.empty` on the host, for a weight: a large one lies on huge pages, so
+    that packing may leave it there."""
+    room = torch.empty(shape, dtype=dtype)
+    if room.nbytes > LARGE:
+        cpu_kernels.advise_huge_pages(room)
+    return room
+
+
+def count_holder(weight: torch.nn.Parameter) -> None:
+    """Notes that one more module holds a parameter whose memory is from `room_for`."""
+    weight.holders = getattr(weight, "holders", 0) + 1  # type: ignore[attr-defined]
 
 
 def serves(weight: torch.Tensor) -> bool:

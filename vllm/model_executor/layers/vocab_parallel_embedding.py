@@ -107,7 +107,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Prepacks the weight where that is faster. Idempotent."""
         if self.packed is not None or self.weight is None:
             return
-        self.packed = pack_weight(self.weight)
+        self.packed = pack_weight(self.weight, dropped_by=1 + len(self._tied_to))
         if isinstance(self.packed, PanelWeight):
             for embedding in self._tied_to:
                 embedding.panels, embedding.weight = self.packed, None

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from vllm.config import LoadConfig, ModelConfig, VllmConfig, set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.panel_weight import count_holder, room_for
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.utils import WeightInfo, WeightPlan
 
@@ -24,7 +25,7 @@ logger = init_logger(__name__)
 class Checkpoint(Protocol):
     """An opened checkpoint whose headers have been checked."""
 
-    # Tensors lie in memory of their own, which a model may keep.
+    # Tensors lie in memory of their own, from `room_for`, which a model may keep.
     gives_away: bool
 
     def infos(self) -> list[WeightInfo]:
@@ -126,15 +127,22 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
             if param is None or not param.is_meta:
                 continue
             if id(param) not in made:
-                # Not empty_like: on the meta device it imports sympy, half a second.
-                values = torch.empty(param.shape, dtype=param.dtype, device=device)
-                fresh = nn.Parameter(values, requires_grad=False)
+                fresh = nn.Parameter(_room(param, device), requires_grad=False)
                 fresh.__dict__.update(param.__dict__)
                 made[id(param)] = (param, fresh)
             module._parameters[name] = made[id(param)][1]
+            count_holder(made[id(param)][1])
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+
+
+def _room(param: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Uninitialised memory for a parameter."""
+    if torch.device(device).type == "cpu":
+        return room_for(param.shape, param.dtype)
+    # Not empty_like: on the meta device it imports sympy, half a second.
+    return torch.empty(param.shape, dtype=param.dtype, device=device)
 
 
 def process_weights_after_loading(model: nn.Module) -> None:

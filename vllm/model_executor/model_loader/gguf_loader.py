@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.panel_weight import room_for
 from vllm.model_executor.model_loader.base import BaseModelLoader
 from vllm.model_executor.models.utils import WeightInfo
 from vllm.transformers_utils.gguf import GGUFFile, GGUFTensor, open_gguf
 
-# Elements dequantised to float32 at once: 16 MiB, which the package holds twice.
-_CHUNK_ELEMENTS = 1 << 22
+# Elements dequantised to float32 at once: half a MiB, which the package holds thrice.
+_CHUNK_ELEMENTS = 1 << 17
 # Numpy leaves the interpreter to others while it computes.
 _TENSORS_AHEAD = 2
 
@@ -118,7 +119,7 @@ class GGUFCheckpoint:
         columns = tensor.shape[-1]
         plus_one = self._norms_hold_one and tensor.name.endswith("norm.weight")
         dtype = torch.float32 if plus_one else self._dtype
-        out = torch.empty(num_rows, columns, dtype=dtype)
+        out = room_for(torch.Size((num_rows, columns)), dtype)
         step = max(1, _CHUNK_ELEMENTS // columns)
         for start in range(0, num_rows, step):
             rows = slice(start, min(start + step, num_rows))
