@@ -12,7 +12,11 @@ from pydantic import ValidationError
 
 from vllm.entrypoints.disagg.proxy import build_app as build_proxy
 from vllm.entrypoints.openai.errors import install_error_handlers
-from vllm.entrypoints.openai.middleware import MAX_BODY_BYTES, BodySizeMiddleware
+from vllm.entrypoints.openai.middleware import (
+    MAX_BODY_BYTES,
+    MAX_BRACKETS,
+    BodySizeMiddleware,
+)
 from vllm.entrypoints.openai.protocol import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -201,3 +205,16 @@ def test_bodies_above_the_limit_are_not_read(
             assert answer.status_code == status, answer.text
             message = answer.json()["error"]["message"]
             assert ("more than 33,554,432 bytes" in message) == (status == 413)
+
+
+@pytest.mark.parametrize("opened", [b"[]", b"{}", b"[", b"[{}"])
+def test_bodies_of_too_many_lists_and_objects_are_not_read(
+    opened: bytes, client: TestClient
+) -> None:
+    kind = {"Content-Type": "application/json"}
+    each = opened.count(b"[") + opened.count(b"{")
+    for many, status in ((MAX_BRACKETS // each, 400), (MAX_BRACKETS + 1, 413)):
+        answer = client.post("/CompletionRequest", content=opened * many, headers=kind)
+        assert answer.status_code == status, answer.text
+        message = answer.json()["error"]["message"]
+        assert ("524,288 opening brackets" in message) == (status == 413)

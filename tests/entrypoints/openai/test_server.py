@@ -155,6 +155,14 @@ def test_monitors_may_ask_for_the_head_only(http: httpx.Client) -> None:
     assert set(answer.headers["Allow"].split(", ")) == {"GET", "HEAD"}
 
 
+def test_the_schema_has_one_id_for_each_path_and_method(server: RemoteServer) -> None:
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    ids = [how["operationId"] for path in paths.values() for how in path.values()]
+    assert len(ids) == len(set(ids)) > 8
+    assert set(paths["/health"]) == {"get"} and set(paths["/ping"]) == {"get", "post"}
+    assert "Duplicate Operation ID" not in server.log
+
+
 def test_start_up_tells_what_was_chosen(server: RemoteServer) -> None:
     for words in (
         "CPU_ATTN",

@@ -50,6 +50,10 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
     ({"json": json.dumps(SCHEMA), "disable_any_whitespace": True}, is_person),
     ({"regex": r"\d{3}-\d{4}"}, re.compile(r"\d{3}-\d{4}").fullmatch),
     ({"choice": ["yes", 'he said "no"']}, {"yes", 'he said "no"'}.__contains__),
+    ({"choice": ["a\U0001f600b"]}, "a\U0001f600b".__eq__),
+    ({"choice": ["\n\u2028\x01\\"]}, "\n\u2028\x01\\".__eq__),
+    ({"regex": r"[^\x00-\x1fa-z]\\x00"}, lambda text: text[1:] == r"\x00"),
+    ({"grammar": r'root ::= "a" [^\x00b] "\\0"'}, lambda text: text[2:] == r"\0"),
     ({"grammar": 'root ::= "a" ("b" | "c") "d"'}, {"abd", "acd"}.__contains__),
 ]
 
@@ -93,6 +97,12 @@ INVALID: list[dict[str, Any]] = [
     {"regex": "("},
     {"choice": []},
     {"choice": ["a", ""]},
+    {"choice": ["a\0b"]},
+    {"regex": r"a\0b"},
+    {"regex": r"\\\x00"},
+    {"regex": r"[\x00]\u{0}"},
+    {"grammar": r'root ::= "a\u0000b"'},
+    {"grammar": r'root ::= [a] "\\\x0" # "'},
     {"grammar": "no root"},
     {"structural_tag": "{}"},
     {"regex": "a", "whitespace_pattern": " "},

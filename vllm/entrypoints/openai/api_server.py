@@ -98,14 +98,19 @@ async def show_model(name: str, raw: Request) -> JSONResponse:
     return JSONResponse(card.model_dump())
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+# One route answers all methods, so that 405 can name them; those above it are for the
+# schema, where every method needs an id of its own.
+@router.get("/health")
+@router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(raw: Request) -> Response:
     """Empty 200 while the engine lives, 503 afterwards."""
     await _context(raw).engine.check_health()
     return Response(status_code=200)
 
 
-@router.api_route("/ping", methods=["GET", "HEAD", "POST"])
+@router.get("/ping")
+@router.post("/ping")
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
 async def ping(raw: Request) -> Response:
     return await health(raw)
 

@@ -15,6 +15,7 @@ import xgrammar as xgr
 
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.utils.text_utils import short_repr
 from vllm.v1.structured_output.backend_types import (
     StructuredOutputBackend,
     StructuredOutputGrammar,
@@ -186,6 +187,7 @@ def _plain(params: StructuredOutputsParams) -> xgr.Grammar:
     if params.choice is not None:
         return xgr.Grammar.from_ebnf(_choice_ebnf(params.choice))
     if params.grammar is not None:
+        _check_no_nul(params.grammar)
         return xgr.Grammar.from_ebnf(params.grammar)
     return xgr.Grammar.from_structural_tag(_opened_tag(params.structural_tag or ""))
 
@@ -197,10 +199,38 @@ def _opened_tag(text: str) -> str:
     return json.dumps(tag)
 
 
+# The strings of a grammar; classes and comments are matched to be passed over.
+_GRAMMAR_PIECE = re.compile(
+    r'(?P<text>"(?:\\.|[^"\\])*")|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL
+)
+_PLAIN_OR_NUL = re.compile(
+    r"(?P<nul>\0|\\(?:0|x0+(?![0-9a-fA-F])|u0{4}|U0{8}))|\\.|[^\\]", re.DOTALL
+)
+
+
+def _check_no_nul(grammar: str) -> None:
+    """ValueError for a NUL character in a string, which the library would end there."""
+    for piece in _GRAMMAR_PIECE.finditer(grammar):
+        for part in _PLAIN_OR_NUL.finditer(piece["text"] or ""):
+            if part["nul"]:
+                raise ValueError(
+                    f"its string {short_repr(piece['text'])} holds a NUL character, "
+                    "which no text can have here; remove it"
+                )
+
+
 def _choice_ebnf(choices: list[str]) -> str:
     if not choices or not all(choices):
         raise ValueError(f"choice must be a list of non-empty strings, got {choices}")
-    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+    for choice in choices:
+        if "\0" in choice:
+            raise ValueError(
+                f"the choice {short_repr(choice)} holds a NUL character, which no text "
+                "can have here; remove it"
+            )
+    # Escapes of JSON would be two characters beyond U+FFFF.
+    texts = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "root ::= " + " | ".join(texts)
 
 
 def _refusal(params: StructuredOutputsParams, error: Exception) -> VLLMValidationError:

@@ -19,20 +19,35 @@ _PIECE = re.compile(
     r"|(?P<mark>[|*+?])|" + _LITERAL.pattern + "|.",
     re.DOTALL,
 )
+# Ends a text where the library compiles it.
+_NUL = re.compile(r"\\(?:0(?!\d)|x00|u0000|u\{0+\})")
 # The library writes counted repetitions out before it compiles them.
 _MOST_WRITTEN_OUT = 1 << 14
 _UNCOUNTED = 10**9  # sizes are not counted beyond this
 
 
 def check_regex(pattern: str) -> None:
-    """ValueError for a regular expression with assertions, which are not enforced."""
+    """ValueError for a regular expression with assertions, which are not enforced, or
+    with a NUL character outside of a class, which would end what is generated."""
     found = _LOOKAROUND.search(_LITERAL.sub("", pattern))
     if found:
         raise ValueError(
             f"regular expression {short_repr(pattern)} holds {found[0]!r}: looking "
             "ahead or behind is not enforced here; remove it"
         )
+    if nul := _nul_outside_of_classes(pattern):
+        raise ValueError(
+            f"regular expression {short_repr(pattern)} holds {nul!r}, a NUL character, "
+            "which no text can have here; remove it"
+        )
     check_together([pattern])
+
+
+def _nul_outside_of_classes(pattern: str) -> str | None:
+    for piece in _LITERAL.finditer(pattern):
+        if piece[0][0] == "\\" and (nul := _NUL.match(pattern, piece.start())):
+            return nul[0]
+    return None
 
 
 def check_together(patterns: Sequence[str]) -> None:
