@@ -49,6 +49,20 @@ VLLM_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 namespace vllm_cpu::VLLM_ISA {
 
+#if !defined(__AVX512BF16__)
+// reduce(x[i]) in lane i.
+VLLM_INLINE F reduce_max_each(const F (&x)[kLanes]) {
+  float each[kLanes];
+  for (int i = 0; i < kLanes; ++i) each[i] = reduce_max(x[i]);
+  return load(each);
+}
+VLLM_INLINE F reduce_add_each(const F (&x)[kLanes]) {
+  float each[kLanes];
+  for (int i = 0; i < kLanes; ++i) each[i] = reduce_add(x[i]);
+  return load(each);
+}
+#endif
+
 constexpr float kLog2E = 1.44269504088896341f;
 
 // 2^x for x <= 127; relative error below 3e-7, exactly 1 at 0 and 0 below -125.5 (which

@@ -48,18 +48,6 @@ VLLM_INLINE float reduce_add(F x) {
   return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h)));
 }
 
-// reduce(x[i]) in lane i.
-VLLM_INLINE F reduce_max_each(const F (&x)[kLanes]) {
-  float each[kLanes];
-  for (int i = 0; i < kLanes; ++i) each[i] = reduce_max(x[i]);
-  return load(each);
-}
-VLLM_INLINE F reduce_add_each(const F (&x)[kLanes]) {
-  float each[kLanes];
-  for (int i = 0; i < kLanes; ++i) each[i] = reduce_add(x[i]);
-  return load(each);
-}
-
 VLLM_INLINE U u_load(const uint32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }

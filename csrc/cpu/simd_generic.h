@@ -55,18 +55,6 @@ VLLM_INLINE float reduce_max(F x) {
 }
 VLLM_INLINE float reduce_add(F x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
-// reduce(x[i]) in lane i.
-VLLM_INLINE F reduce_max_each(const F (&x)[kLanes]) {
-  float each[kLanes];
-  for (int i = 0; i < kLanes; ++i) each[i] = reduce_max(x[i]);
-  return load(each);
-}
-VLLM_INLINE F reduce_add_each(const F (&x)[kLanes]) {
-  float each[kLanes];
-  for (int i = 0; i < kLanes; ++i) each[i] = reduce_add(x[i]);
-  return load(each);
-}
-
 VLLM_INLINE U u_load(const uint32_t* p) {
   U x;
   memcpy(&x, p, sizeof x);
