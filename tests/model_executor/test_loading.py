@@ -13,10 +13,12 @@ from torch import nn
 
 from tests.model_executor.families import engine_config, hf_model, saved
 from vllm.model_executor.layers import panel_weight
+from vllm.model_executor.layers.panel_weight import PanelWeight
 from vllm.model_executor.model_loader import base, get_model
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.model_executor.models.utils import WeightInfo, WeightPlan, plan_weights
 from vllm.transformers_utils import architectures
+from vllm.utils.huge_pages import LARGE
 
 WEIGHTS = "model.safetensors"
 Q0 = "model.layers.0.self_attn.q_proj.weight"
@@ -294,19 +296,35 @@ def test_weights_can_be_given_as_pairs(folder: Path, monkeypatch) -> None:
     assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"])
 
 
+@pytest.mark.parametrize("rows", [3, LARGE // 16 + 1])
 @pytest.mark.parametrize("keep", [False, True])
-def test_only_what_is_given_away_becomes_the_parameter(keep: bool) -> None:
-    model = torch.nn.Linear(4, 3, bias=False)
-    info = WeightInfo(name="weight", shape=(3, 4), file="f")
+def test_only_what_is_large_and_given_away_becomes_the_parameter(
+    keep: bool, rows: int
+) -> None:
+    model = torch.nn.Linear(4, rows, bias=False)
+    info = WeightInfo(name="weight", shape=(rows, 4), file="f")
     plan = WeightPlan(model, plan_weights(model, [info]))
-    weight = torch.randn(3, 4)
+    weight = torch.randn(rows, 4)
     with torch.no_grad():
         plan.place("weight", weight, keep=keep)
     assert torch.equal(model.weight, weight)
-    assert (model.weight.data_ptr() == weight.data_ptr()) is keep
+    kept = model.weight.data_ptr() == weight.data_ptr()
+    assert kept is (keep and weight.nbytes > LARGE)
     with torch.no_grad():
         plan.place("weight", weight.double(), keep=keep)  # another type is never kept
     assert model.weight.dtype == torch.float32
+
+
+def test_weights_lie_where_they_become_panels() -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 64, bias=False, device="meta"),
+        nn.Linear(64, 32, bias=False, device="meta"),
+    )
+    base.materialize(model, "cpu")
+    first, second = (layer.weight for layer in model)
+    assert second.data_ptr() == first.data_ptr() + first.nbytes  # side by side
+    for weight in first, second:
+        assert PanelWeight(weight, dropped_by=1).data.data_ptr() == weight.data_ptr()
 
 
 def test_every_module_that_holds_a_parameter_is_counted() -> None:

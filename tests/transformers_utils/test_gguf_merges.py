@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm.transformers_utils import gguf_merges
 from vllm.transformers_utils.gguf_merges import ways_to_merge
 
 
@@ -33,6 +34,16 @@ def test_every_way_is_found_in_order(given_tokens: list[tuple[str, bool]]) -> No
     tokens = [token for token, _ in given_tokens]
     wanted = [want for _, want in given_tokens]
     assert found(tokens, wanted) == by_trying(tokens, wanted)
+
+
+def test_parts_of_a_vocabulary_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = "abc"
+    tokens = [a + b + c for a in ["", *letters] for b in letters for c in letters]
+    wanted = [len(token) > 2 or token < "b" for token in tokens]
+    monkeypatch.setattr(gguf_merges, "_TOKENS_AT_ONCE", 5)
+    assert found(tokens + list(letters), wanted + [True] * 3) == by_trying(
+        tokens + list(letters), wanted + [True] * 3
+    )
 
 
 @pytest.mark.parametrize(

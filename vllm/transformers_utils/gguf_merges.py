@@ -1,10 +1,10 @@
 """Which two tokens make a third: the merges of a vocabulary that lists none.
 
 A vocabulary of 262,144 tokens has two million places where a token can be cut in two.
-Halves are looked up by hashes, all at once, and then compared character by character.
+Halves are looked up by hashes, many at once, and then compared character by character.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,10 @@ import numpy.typing as npt
 # Odd, so that powers have inverses modulo 2^64.
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
+_MASK = (1 << 64) - 1
+# Tokens looked at together: what is computed of them stays in a cache, and its memory
+# serves the next ones.
+_TOKENS_AT_ONCE = 1 << 13
 
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
@@ -30,7 +34,8 @@ class _Text:
         self.starts = self.ends - self.lengths
         size = len(self.points) + 1
         weighted = self.points.astype(np.uint64) + np.uint64(1)
-        weighted *= _powers(_BASE, size)[:-1]
+        # From the first power on: the hash of one character must fill 64 bits, too.
+        weighted *= _powers(_BASE, size)[1:]
         self._sums = np.zeros(size, np.uint64)
         np.cumsum(weighted, out=self._sums[1:])
         self._inverses = _powers(_INVERSE, size)
@@ -55,17 +60,33 @@ def ways_to_merge(
     """Ids (whole, left, right) of every token that is `wanted` and is two tokens, one
     after the other. Of equal tokens the last one counts as a half."""
     text = _Text(tokens)
+    find = _Finder(text)
+    parts = [
+        _ways_of(text, find, ids)
+        for ids in _in_parts(np.flatnonzero(wanted), _TOKENS_AT_ONCE)
+    ]
+    whole, left, right = (np.concatenate(x) for x in zip(*parts, strict=True))
+    return whole, left, right
+
+
+def _in_parts(ids: Ints, size: int) -> Iterator[Ints]:
+    """At least one part."""
+    for start in range(0, max(1, len(ids)), size):
+        yield ids[start : start + size]
+
+
+def _ways_of(text: _Text, find: "_Finder", ids: Ints) -> tuple[Ints, Ints, Ints]:
     # Places inside a token: before its second character to before its last one.
-    inside = np.where(wanted, np.maximum(text.lengths - 1, 0), 0)
-    whole = np.repeat(np.arange(len(tokens)), inside)
+    inside = np.maximum(text.lengths[ids] - 1, 0)
+    whole = np.repeat(ids, inside)
     before = np.repeat(np.cumsum(inside) - inside, inside)
     cuts = text.starts[whole] + 1 + np.arange(len(whole)) - before
 
-    find = _Finder(text)
     left = find.ids(text.starts[whole], cuts)
     whole, cuts, left = (x[left >= 0] for x in (whole, cuts, left))
     right = find.ids(cuts, text.ends[whole])
-    return tuple(x[right >= 0] for x in (whole, left, right))  # type: ignore[return-value]
+    whole, left, right = (x[right >= 0] for x in (whole, left, right))
+    return whole, left, right
 
 
 class _Finder:
@@ -78,13 +99,21 @@ class _Finder:
         # The last of equal ones, as a dict keeps it.
         last = np.append(hashes[order][1:] != hashes[order][:-1], True)
         self._ids = order[last]
-        self._hashes = hashes[self._ids]
+        known = hashes[self._ids]
+        # Nothing is above the one that ends them.
+        self._hashes = np.append(known, np.uint64(_MASK))
+        self._ids = np.append(self._ids, 0)
+        # Where hashes begin that start with so many bits; four times as many as tokens.
+        bits = max(1, len(known).bit_length() + 1)
+        self._shift = np.uint64(64 - bits)
+        heads = (known >> self._shift).astype(np.int64)
+        self._first = np.searchsorted(heads, np.arange(1 << bits))
 
     def ids(self, begins: Ints, ends: Ints) -> Ints:
         """-1 where there is none."""
         text = self._text
         hashes = text.hashes(begins, ends)
-        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        at = self._at(hashes)
         ids = self._ids[at]
         lengths = ends - begins
         found = (self._hashes[at] == hashes) & (text.lengths[ids] == lengths)
@@ -92,6 +121,15 @@ class _Finder:
         same = text.equal(begins[places], text.starts[ids[places]], lengths[places])
         found[places] = same
         return np.where(found, ids, -1)
+
+    def _at(self, hashes: Hashes) -> Ints:
+        """The place of the first known hash that is not below each."""
+        at = self._first[(hashes >> self._shift).astype(np.int64)]
+        (below,) = np.nonzero(self._hashes[at] < hashes)
+        while below.size:
+            at[below] += 1
+            below = below[self._hashes[at[below]] < hashes[below]]
+        return at
 
 
 def _powers(base: int, count: int) -> Hashes:

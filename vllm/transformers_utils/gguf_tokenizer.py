@@ -207,7 +207,8 @@ def _merges_by_score(
             f"and {len(types)} types; the file is damaged"
         )
     whole, left, right = ways_to_merge(tokens, np.asarray(types) == _NORMAL)
-    order = np.lexsort((right, left, -np.asarray(scores)[whole]))
+    _, rank = np.unique(-np.asarray(scores), return_inverse=True)
+    order = np.lexsort((right, rank[whole] * len(tokens) + left))
     lefts, rights = left[order].tolist(), right[order].tolist()
     return [(tokens[a], tokens[b]) for a, b in zip(lefts, rights, strict=True)]
 

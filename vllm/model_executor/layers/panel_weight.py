@@ -41,9 +41,9 @@ class LinearArgs(ctypes.Structure):
 class PanelWeight:
     """A weight [N, K] in a type of `_UNITS`, as [N / 32, units of K, 32 units].
 
-    N and K are filled up with zeros to whole panels and units. A large weight whose
-    holders, `dropped_by` modules, all drop it becomes panels where it lies, if they
-    fill its memory exactly.
+    N and K are filled up with zeros to whole panels and units. A weight whose holders,
+    `dropped_by` modules, all drop it becomes panels where it lies, if they fill its
+    memory exactly.
     """
 
     def __init__(self, weight: torch.Tensor, dropped_by: int = 0) -> None:
@@ -56,14 +56,12 @@ class PanelWeight:
         self.dtype = weight.dtype
         outputs, inputs = weight.shape
         elems, self._number = _UNITS[weight.dtype]
-        panels, steps = cdiv(outputs, PANEL), cdiv(inputs, elems)
-        shape = panels, steps, PANEL * elems
+        shape = cdiv(outputs, PANEL), cdiv(inputs, elems), PANEL * elems
         taken = (
             dropped_by > 0
             and dropped_by == getattr(weight, "holders", 0)
-            and weight.nbytes > LARGE
             and weight.is_contiguous()
-            and torch.Size(shape).numel() == weight.numel()
+            and _fills_panels(weight.shape, weight.dtype)
         )
         weight = weight.detach()
         self.data = weight.view(shape) if taken else _MEMORY.empty(shape, weight.dtype)
@@ -144,12 +142,18 @@ class PanelWeight:
 
 
 def room_for(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Like `torch.empty` on the host, for a weight: a large one lies on huge pages, so
-    that packing may leave it there."""
-    room = torch.empty(shape, dtype=dtype)
-    if room.nbytes > LARGE:
-        cpu_kernels.advise_huge_pages(room)
-    return room
+    """Like `torch.empty` on the host, for a weight: one that panels fill, and a large
+    one, lies on huge pages, so that packing may leave it there."""
+    if _fills_panels(shape, dtype) or shape.numel() * dtype.itemsize > LARGE:
+        return _MEMORY.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def _fills_panels(shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether a weight is whole panels of whole units."""
+    if dtype not in _UNITS or len(shape) != 2:
+        return False
+    return shape[0] % PANEL == 0 and shape[1] % _UNITS[dtype][0] == 0
 
 
 def count_holder(weight: torch.nn.Parameter) -> None:

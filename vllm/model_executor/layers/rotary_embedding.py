@@ -13,6 +13,9 @@ from torch import nn
 from vllm.model_executor.layers.rope_scaling import RopeRequest, rope_frequencies
 from vllm.model_executor.step import Positions, Slot, ops, records
 
+# So many rows in float32 stay in a cache, and are no new memory each.
+_POSITIONS_AT_ONCE = 256
+
 RopeRows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -39,11 +42,17 @@ class RotaryEmbedding(nn.Module):
         self.rotary_dim = rotary_dim
         self.is_neox_style = is_neox_style
         self.attention_factor = attention_factor
-        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, inv_freq)
-        cache = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.cos_sin_cache: torch.Tensor
-        self.register_buffer("cos_sin_cache", cache.to(dtype), persistent=False)
+        cache = torch.empty(num_positions, rotary_dim, dtype=dtype, device="cpu")
+        positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
+        for part, rows in zip(
+            cache.split(_POSITIONS_AT_ONCE),
+            positions.split(_POSITIONS_AT_ONCE),
+            strict=True,
+        ):
+            angles = torch.outer(rows, inv_freq)
+            part.copy_(torch.cat([angles.cos(), angles.sin()], -1) * attention_factor)
+        self.register_buffer("cos_sin_cache", cache, persistent=False)
 
     def rows(self, positions: torch.Tensor) -> RopeRows:
         """cos and signed sin [T, 1, rotary_dim] for `positions` [T], for `rotate`.

@@ -25,7 +25,8 @@ logger = init_logger(__name__)
 class Checkpoint(Protocol):
     """An opened checkpoint whose headers have been checked."""
 
-    # Tensors lie in memory of their own, from `room_for`, which a model may keep.
+    # Nobody else has a large tensor, which lies in memory from `room_for`: a model may
+    # keep it.
     gives_away: bool
 
     def infos(self) -> list[WeightInfo]:
@@ -122,12 +123,14 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
     Parameters that modules share stay shared. Buffers are moved as they are.
     """
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id; keeps both alive
+    rooms: list[torch.Tensor] = []  # kept, so that weights lie side by side
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is None or not param.is_meta:
                 continue
             if id(param) not in made:
-                fresh = nn.Parameter(_room(param, device), requires_grad=False)
+                rooms.append(_room(param, device))
+                fresh = nn.Parameter(rooms[-1], requires_grad=False)
                 fresh.__dict__.update(param.__dict__)
                 made[id(param)] = (param, fresh)
             module._parameters[name] = made[id(param)][1]

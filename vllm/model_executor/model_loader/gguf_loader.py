@@ -1,7 +1,7 @@
 """Reads the weights of a GGUF file, dequantised to the model's dtype.
 
 Knows llama.cpp's tensor names and its row order for rotated projections; the block
-formats are decoded by the gguf package.
+formats are decoded by the gguf package, but for the one that vocabularies come in.
 """
 
 import math
@@ -11,16 +11,21 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.panel_weight import room_for
 from vllm.model_executor.model_loader.base import BaseModelLoader
 from vllm.model_executor.models.utils import WeightInfo
 from vllm.transformers_utils.gguf import GGUFFile, GGUFTensor, open_gguf
+from vllm.utils.huge_pages import LARGE
 
 # Elements dequantised to float32 at once: half a MiB, which the package holds thrice.
 _CHUNK_ELEMENTS = 1 << 17
+_Q8_0_CODES, _Q8_0_BYTES = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_0]
 # Numpy leaves the interpreter to others while it computes.
 _TENSORS_AHEAD = 2
 
@@ -119,19 +124,41 @@ class GGUFCheckpoint:
         columns = tensor.shape[-1]
         plus_one = self._norms_hold_one and tensor.name.endswith("norm.weight")
         dtype = torch.float32 if plus_one else self._dtype
-        out = room_for(torch.Size((num_rows, columns)), dtype)
+        shape = torch.Size((num_rows, columns))
+        large = shape.numel() * dtype.itemsize > LARGE
+        out = room_for(shape, dtype) if large else torch.empty(shape, dtype=dtype)
         step = max(1, _CHUNK_ELEMENTS // columns)
         for start in range(0, num_rows, step):
             rows = slice(start, min(start + step, num_rows))
-            values = self._gguf.dequantize(tensor, rows)
-            # A copy where the values are the mapped file itself, which is read-only.
-            writable = values if values.flags.writeable else values.copy()
-            out[rows].copy_(torch.from_numpy(writable))
+            self._fill(out[rows], tensor, rows)
         out = out.view(tensor.shape)
         if plus_one:
             return out - 1.0
         heads = self._paired_heads.get(tensor.name.split(".")[-2])
         return out if heads is None else unpaired_rows(out, heads)
+
+    def _fill(self, out: torch.Tensor, tensor: GGUFTensor, rows: slice) -> None:
+        """Some rows of a tensor, into `out` [rows, columns]."""
+        if tensor.type == GGMLQuantizationType.Q8_0:
+            raw = self._gguf.raw_rows(tensor)[rows]
+            out.view(-1, _Q8_0_CODES).copy_(q8_0_values(raw.reshape(-1, _Q8_0_BYTES)))
+            return
+        values = self._gguf.dequantize(tensor, rows)
+        # A copy where the values are the mapped file itself, which is read-only.
+        writable = values if values.flags.writeable else values.copy()
+        out.copy_(torch.from_numpy(writable))
+
+
+def q8_0_values(blocks: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Blocks [n, 34 bytes] of a float16 scale and 32 int8 codes, as float32 [n, 32].
+
+    The values are those of the gguf package, which takes three times as long: 0.4 s of
+    a start-up for 262,144 words of 640 elements.
+    """
+    # A copy, as torch warns of memory that is read-only.
+    stored = torch.from_numpy(blocks.copy())
+    scales = stored[:, :2].contiguous().view(torch.float16).float()
+    return stored[:, 2:].view(torch.int8).float().mul_(scales)
 
 
 def unpaired_rows(x: torch.Tensor, heads: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.attention.kv_layer import (
 )
 from vllm.model_executor.layers.fused_moe import FusedMoE
 from vllm.model_executor.layers.linear import LinearBase, ShardId
+from vllm.utils.huge_pages import LARGE
 
 __all__ = [
     "PACKED_MODULES",
@@ -137,8 +138,8 @@ class WeightPlan:
         self._modules = dict(model.named_modules())
 
     def place(self, name: str, tensor: torch.Tensor, keep: bool = False) -> None:
-        """Copies one tensor, any float dtype, into its rows. With `keep` it may become
-        the parameter itself: nobody else has it."""
+        """Copies one tensor, any float dtype, into its rows. With `keep` a large one
+        may become the parameter itself: nobody else has it."""
         target = self.targets[name]
         if target is None:
             return
@@ -148,7 +149,7 @@ class WeightPlan:
             return
         param = self._params[target.param]
         loader = getattr(param, "weight_loader", None)
-        if loader is None and keep and _alike(tensor, param):
+        if loader is None and keep and tensor.nbytes > LARGE and _alike(tensor, param):
             param.data = tensor
         elif loader is None:
             param.data.copy_(tensor)
