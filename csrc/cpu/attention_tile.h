@@ -22,17 +22,15 @@ class TileAttention {
                      void* scratch) {
     Frame t(a, w, next, static_cast<float*>(scratch));
     load_queries(t);
-    t.total.reset();
-    for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
-      if (w.partials != nullptr) {
+    if (w.partials != nullptr) {
+      for (int chunk = w.chunk_begin; chunk < w.chunk_end; ++chunk) {
         t.running = partial(t, chunk);
         run_chunk(t, chunk);
-      } else {
-        run_chunk(t, chunk);
-        t.total.fold(t.running, t.rescale, t.weight);
       }
+      return;
     }
-    if (w.partials == nullptr) write_rows(t);
+    fold_chunks(t);
+    write_rows(t);
   }
 
   static void merge(const AttentionArgs& a, const WorkItem& w, void* scratch) {
@@ -67,6 +65,19 @@ class TileAttention {
         }
         t.query_sums[row] = reduce_add(sum);
       }
+    }
+  }
+
+  // The first chunk is what folding it into nothing gives, to the bit.
+  static void fold_chunks(Frame& t) {
+    if (t.w.chunk_begin == t.w.chunk_end) return t.total.reset();
+    const SoftmaxState running = t.running;
+    t.running = t.total;
+    run_chunk(t, t.w.chunk_begin);
+    t.running = running;
+    for (int chunk = t.w.chunk_begin + 1; chunk < t.w.chunk_end; ++chunk) {
+      run_chunk(t, chunk);
+      t.total.fold(t.running, t.rescale, t.weight);
     }
   }
 
@@ -109,8 +120,7 @@ class TileAttention {
       const F factor = set1(sum == 0.f ? 0.f : t.a.v_scale / sum);
       const float* from = t.total.acc + row * t.acc_row;
       if constexpr (Cells::kFinishes) {
-        const float bias = Cells::kValueBiases ? t.value_bias(t.total, row) : 0.f;
-        t.cells.finish(from, bias, t.finished);
+        t.cells.finish(from, t.total.bias[row], t.finished);
         from = t.finished;
       }
       const int64_t to = t.token_of(row) * t.a.out.token_stride +

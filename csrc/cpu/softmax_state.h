@@ -1,6 +1,6 @@
 // The softmax over a run of keys, for a tile of rows: the largest score, the sum of
-// 2^(score - max), and the same sum weighted by values. Scores are log2(e) times what
-// their e^ is taken of. Two runs fold into one.
+// 2^(score - max), and the same sum weighted by values, and by their biases. Scores are
+// log2(e) times what their e^ is taken of. Two runs fold into one.
 #pragma once
 
 #include "simd.h"
@@ -16,11 +16,12 @@ struct SoftmaxState {
   float* acc = nullptr;  // [rows, acc_row]
   float* max = nullptr;  // [kRowSlots]
   float* sum = nullptr;  // [kRowSlots]
+  float* bias = nullptr; // [kRowSlots]
   int rows = 0;
   int64_t acc_row = 0;
 
   static int64_t floats(int64_t rows, int64_t acc_row) {
-    return rows * acc_row + 2 * kRowSlots;
+    return rows * acc_row + 3 * kRowSlots;
   }
 
   SoftmaxState() = default;
@@ -28,13 +29,14 @@ struct SoftmaxState {
       : acc(base),
         max(base + num_rows * row_floats),
         sum(max + kRowSlots),
+        bias(sum + kRowSlots),
         rows(num_rows),
         acc_row(row_floats) {}
 
   void reset() const {
     for (int i = 0; i < kRowSlots; ++i) {
       max[i] = kLowestMax;
-      sum[i] = 0.f;
+      sum[i] = bias[i] = 0.f;
     }
     const F zero = set1(0.f);
     for (int64_t i = 0; i < rows * acc_row; i += kLanes) store(acc + i, zero);
@@ -52,6 +54,7 @@ struct SoftmaxState {
       store(take + row, taken);
       store(max + row, top);
       store(sum + row, fma(load(sum + row), kept, mul(load(from.sum + row), taken)));
+      store(bias + row, fma(load(bias + row), kept, mul(load(from.bias + row), taken)));
     }
     for (int row = 0; row < rows; ++row) {
       const F kept = set1(keep[row]);
@@ -74,6 +77,7 @@ struct SoftmaxState {
       store(keep + row, kept);
       store(max + row, top);
       store(sum + row, fma(load(sum + row), kept, exp2(sub(b, top))));
+      store(bias + row, mul(load(bias + row), kept));
     }
     for (int row = 0; row < rows; ++row) {
       const F kept = set1(keep[row]);

@@ -78,11 +78,6 @@ struct TileFrame {
     return group_scales + strip * (group_scale_floats(a) / (kTileStates / kLanes));
   }
 
-  // A row's sum of value biases has a register of its own behind its sums.
-  float& value_bias(const SoftmaxState& state, int row) const {
-    return state.acc[(row + 1) * acc_row - kLanes];
-  }
-
   // Registers of sums that hold an element.
   int value_vectors() const {
     if constexpr (Cells::kTiled) {
@@ -132,8 +127,7 @@ struct TileFrame {
   }
 
   static int64_t acc_row_floats(const AttentionArgs& a) {
-    return round_up(a.out.size, larger(2 * kLanes, kValueElems)) +
-           (Cells::kValueBiases ? kLanes : 0);
+    return round_up(a.out.size, larger(2 * kLanes, kValueElems));
   }
   static int raw_units(const AttentionArgs& a) {
     return (a.query.size + kUnitElems - 1) / kUnitElems;

@@ -79,7 +79,10 @@ class TileSoftmax {
     }
     const F sum = load(t.running.sum + row);
     store(t.running.sum + row, fma(sum, rescale, sums(each, rows)));
-    if constexpr (Cells::kValueBiases) add_value_biases(t, row, rows, biases);
+    if constexpr (Cells::kValueBiases) {
+      const F bias = load(t.running.bias + row);
+      store(t.running.bias + row, fma(bias, rescale, sums(biases, rows)));
+    }
   }
 
   static constexpr int kOneByOne = kLanes / 4;  // rows reduced alone, to the same bits
@@ -181,16 +184,6 @@ class TileSoftmax {
           t.probabilities + row * kParts * Frame::kRowUnits, weighed);
     }
     return sum;
-  }
-
-  static __attribute__((always_inline)) void add_value_biases(Frame& t, int row, int rows,
-                                                              const F (&biases)[kLanes]) {
-    alignas(64) float added[kLanes];
-    store(added, sums(biases, rows));
-    for (int i = 0; i < rows; ++i) {
-      float& bias = t.value_bias(t.running, row + i);
-      bias = bias * t.rescale[row + i] + added[i];
-    }
   }
 };
 
