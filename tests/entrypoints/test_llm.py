@@ -321,5 +321,7 @@ def test_tools_look_into_the_model_of_this_process(
 def test_unknown_arguments_are_named(tiny_model: str) -> None:
     with pytest.raises(ValueError, match="did you mean max_model_len"):
         LLM(tiny_model, max_model_length=3)
+    with pytest.raises(ValueError, match="no argument 'zzz': leave it out"):
+        LLM(tiny_model, zzz=1)
     with pytest.raises(ValueError, match="beam search is not supported"):
         LLM.beam_search(None)

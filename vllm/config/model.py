@@ -168,7 +168,8 @@ class ModelConfig:
             raise ValueError(
                 f"max_model_len {wanted} is outside what {self.model!r} supports: "
                 f"expected 1 to {longest} tokens (its config's position limit), or -1 "
-                "to take what the KV cache can hold; lower --max-model-len"
+                "to take what the KV cache can hold; correct --max-model-len, or leave "
+                "it out"
             )
         return wanted
 

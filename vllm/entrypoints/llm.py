@@ -354,6 +354,6 @@ def _known(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in known:
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
-            hint = f": did you mean {close[0]}?" if close else ""
+            hint = f": did you mean {close[0]}?" if close else ": leave it out"
             raise ValueError(f"LLM has no argument {name!r}{hint}")
     return known
