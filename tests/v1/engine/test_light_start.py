@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
 import pytest
 
+from vllm.utils.gc_utils import collector_paused
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.input_processor import load_tokenizer
 
@@ -74,3 +76,23 @@ def test_garbage_is_not_collected_while_an_engine_starts_even_in_vain(
         start(config)
     assert config.was_enabled is False
     assert gc.isenabled() is collects
+
+
+def test_the_collector_is_paused_until_the_last_thread_is_done(collects: bool) -> None:
+    first, second = collector_paused(), collector_paused()
+    with ExitStack() as inner:
+        with first:
+            inner.enter_context(second)
+        assert not gc.isenabled()
+    assert gc.isenabled() is collects
+
+
+def test_what_was_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with collector_paused():
+            pass
+        assert gc.get_freeze_count() == frozen > 0
+    finally:
+        gc.unfreeze()
