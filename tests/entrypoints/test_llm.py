@@ -1,5 +1,6 @@
 """Offline generation: one output per prompt, in order, equal to the reference model."""
 
+import gc
 import io
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,9 @@ from transformers import LlamaForCausalLM
 
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.layers.panel_weight import PanelWeight
 from vllm.outputs import RequestOutput
+from vllm.utils.gc_utils import collector_paused
 
 PROMPTS = [
     "The quick brown fox",
@@ -316,6 +319,22 @@ def test_tools_look_into_the_model_of_this_process(
     monkeypatch.setattr(type(llm.llm_engine), "runs_in_process", False)
     with pytest.raises(ValueError, match="VLLM_ENABLE_V1_MULTIPROCESSING=0"):
         llm.apply_model(lambda model: None)
+
+
+def test_a_dropped_engine_gives_weights_back_without_the_collector(
+    tiny_model: str,
+) -> None:
+    def count() -> int:
+        return sum(isinstance(o, PanelWeight) for o in gc.get_objects())
+
+    gc.collect()
+    before = count()
+    with collector_paused():
+        llm = LLM(tiny_model)
+        planned = llm.collective_rpc(lambda w: w.model_runner.plan is not None)
+        assert planned == [True] and count() > before
+        del llm
+        assert count() == before
 
 
 def test_unknown_arguments_are_named(tiny_model: str) -> None:

@@ -103,7 +103,7 @@ def test_queries_too_long_to_be_absorbed_are_expanded(folders, chunk: int) -> No
     settings = {"max_num_batched_tokens": chunk}
     with engine(folders["v2-real-latent"], **settings) as llm, compared(llm) as seen:
         runner, expanded = runner_of(llm), []
-        detours = runner.plan.trace.detours
+        detours = list(runner.plan.trace.detours)
         most = detours[0].up_to
         assert 1 < most < 32, "the prompts below are of both kinds"
         for i, detour in enumerate(detours):

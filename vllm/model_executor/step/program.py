@@ -49,6 +49,16 @@ def trace_program(
     the tokens that are not wanted, where that can be. `screen`: one that was made
     before. Raises NotPlanned where something has no operation."""
     trace = StepTrace(dtype, max_tokens, max_reqs, dict(group_of))
+    try:
+        return _traced(model, trace, short, screen)
+    except BaseException:
+        trace.close()
+        raise
+
+
+def _traced(
+    model: nn.Module, trace: StepTrace, short: bool, screen: ScreenedHead | None
+) -> Program:
     hidden = model(trace.token_ids, trace.positions)
     picked, head = ops.pick(hidden), len(trace.ops)
     logits = model.compute_logits(picked)

@@ -370,6 +370,15 @@ class StepTrace:
         self.stand_ins = {}
         return table
 
+    def close(self) -> None:
+        """Lets go of weights, pages and memory at once: operations and slots know their
+        trace, and would keep all of it until garbage is collected."""
+        for things in (self.ops, self.detours, self.buffers, self._kept):
+            things.clear()
+        self._produced.clear()
+        self.stand_ins = {}
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
     def address(self, slot: Slot) -> int:
         return slot.address_of_buffer() + slot.start * slot.dtype.itemsize
 

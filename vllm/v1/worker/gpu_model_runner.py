@@ -478,6 +478,8 @@ class GPUModelRunner:
         self.kv_caches = {}
         self.attn_groups = []
         self.graphs = self.copier = None
+        if self.plan is not None:
+            self.plan.close()
         self.plan = None
         for name in ("model", "zeroer", "input_batch", "inputs"):
             self.__dict__.pop(name, None)
