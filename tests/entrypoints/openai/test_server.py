@@ -255,6 +255,7 @@ def test_a_server_whose_engine_dies_ends_with_a_failure(tmp_path: Path) -> None:
         status = server.process.wait(timeout=30)
     assert status == 1
     assert "vllm serve: error: the engine has stopped" in server.log
+    assert "killed by signal 9" in server.log  # also where no request was waiting
 
 
 def test_stopping_bounds_the_time_of_running_requests(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ async def _stop_when_dead(app: FastAPI, server: uvicorn.Server) -> None:
     engine = app.state.context.engine
     while not engine.errored:
         await asyncio.sleep(1.0)
-    logger.error("the engine has stopped; the server ends")
+    logger.error("%s; the server ends", engine.dead_error)
     await asyncio.sleep(1.0)  # lets waiting clients read their 503
     server.should_exit = True
 
