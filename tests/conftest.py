@@ -1,13 +1,17 @@
-"""What holds for every test process: without a GPU, Triton kernels are interpreted. And
-the fixture of tests that hold for every instruction set of the CPU kernels.
+"""What holds for every test process: without a GPU, Triton kernels are interpreted, and
+what a test draws at random depends on its name alone. And the fixture of tests that hold
+for every instruction set of the CPU kernels.
 
 `@triton.jit` reads the variable where a kernel is defined, so it is set before any test
 module is imported.
 """
 
 import os
+import random
+import zlib
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +19,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from vllm.v1.attention.ops import cpu_kernels
+
+
+@pytest.fixture(autouse=True)
+def drawn_by_name(request: pytest.FixtureRequest) -> None:
+    """A test draws the same numbers alone, among others and in any order."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture(params=cpu_kernels.ISAS)

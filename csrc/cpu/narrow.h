@@ -48,6 +48,32 @@ VLLM_INLINE Codes load_nibbles(const uint8_t* p) {
 }
 #endif
 
+// small_code of common/small_floats.h, lane by lane.
+template <int kBits, int kMantissaBits, int kBias>
+VLLM_INLINE Codes small_codes(F x, float limit) {
+  constexpr int kDropped = 23 - kMantissaBits;
+  constexpr uint32_t kSign = 1u << (kBits - 1);
+  constexpr uint32_t kSmallest = static_cast<uint32_t>(127 - kBias + 1) << 23;
+  constexpr uint32_t kMagic = kSmallest + (static_cast<uint32_t>(kDropped) << 23);
+  const Codes sign = (Codes)x >> (32 - kBits) & kSign;
+  const Floats magnitude = (Floats)((Codes)x & 0x7fffffffu);
+  const Codes is_nan = (Codes)(magnitude != magnitude);
+  const Codes bits = (Codes)min((F)magnitude, set1(limit));
+  const Codes normal = bits + ((1u << (kDropped - 1)) - 1) + (bits >> kDropped & 1) -
+                       (static_cast<uint32_t>(127 - kBias) << 23);
+  const Codes small = (Codes)((Floats)bits + (Floats)((Codes{}) + kMagic)) - kMagic;
+  const Codes is_small = (Codes)(bits < kSmallest);
+  const Codes code = (small & is_small) | (normal >> kDropped & ~is_small);
+  return sign | (code & ~is_nan) | (is_nan & (kSign - 1));
+}
+
+VLLM_INLINE Codes e4m3_codes(F x) {
+  return small_codes<8, 3, 7>(x, vllm_common::kE4M3Max);
+}
+VLLM_INLINE Codes e2m1_codes(F x) {
+  return small_codes<4, 1, 1>(x, vllm_common::kE2M1Max);
+}
+
 VLLM_INLINE F floats_of(Codes bits) { return (F)bits; }
 
 // A sign bit and a magnitude whose exponent is moved by a multiplication, which also

@@ -120,7 +120,8 @@ struct Pairs : TiledCells<BFloat16Units> {
     const U a = as_units(mul(as_float(_mm512_slli_epi32(pair, 16)), low));
     const U upper = _mm512_and_si512(pair, u_set1(0xffff0000u));
     const U b = as_units(mul(as_float(upper), high));
-    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(a, 16), b);
+    const U halves = _mm512_set4_epi32(0x0f0e, 0x0b0a, 0x0706, 0x0302);  // upper to lower
+    return _mm512_mask_shuffle_epi8(b, 0x3333333333333333ull, a, halves);
   }
 
   // Of four groups of elements, a state's scale: each to the four lanes of its words.
@@ -195,67 +196,78 @@ static_assert(kMaxGroups % kLanes == 0);
 
 // The e4m3 scales of a head's groups, and what they stand for with the layer's scale.
 struct Scales {
-  alignas(64) uint32_t code[kMaxGroups] = {};
+  alignas(64) uint32_t code[kMaxGroups];
   alignas(64) float step[kMaxGroups];
   alignas(64) float inverse[kMaxGroups];  // 0 where the step is
 
-  // Of groups whose largest magnitudes are given.
+  // Of groups whose largest magnitudes are given, in whole registers.
   Scales(const float* largest, int groups, float reciprocal, float global_scale) {
-    for (int i = 0; i < groups; ++i) {
-      code[i] = e4m3_code(largest[i] * reciprocal / global_scale);
+    const F global = set1(global_scale);
+    for (int i = 0; i < groups; i += kLanes) {
+      const F wanted = div(mul(load(largest + i), set1(reciprocal)), global);
+      const Codes codes = e4m3_codes(wanted);
+      const F steps = mul(e4m3(codes), global);
+      const Codes is_positive = (Codes)((Floats)steps > 0.f);
+      memcpy(code + i, &codes, sizeof codes);
+      store(step + i, steps);
+      store(inverse + i, (F)((Codes)div(set1(1.f), steps) & is_positive));
     }
-    for (int begin = 0; begin < groups; begin += kLanes) {
-      Codes codes;
-      memcpy(&codes, code + begin, sizeof codes);
-      store(step + begin, mul(e4m3(codes), set1(global_scale)));
-    }
-    for (int i = 0; i < groups; ++i) inverse[i] = step[i] > 0.f ? 1.f / step[i] : 0.f;
   }
 };
 
-void group_codes(uint8_t* codes, const float* x, float inverse) {
-  for (int i = 0; i < kGroup; ++i) {
-    codes[i] = static_cast<uint8_t>(e2m1_code(x[i] * inverse));
-  }
-}
+// The codes of a group.
+struct GroupCodes {
+  Codes part[kGroup / kLanes];
 
-float error_of(const uint8_t* codes, const float* x, float step) {
-  static constexpr float kValues[16] = {0.f,  .5f,  1.f,  1.5f,  2.f,  3.f,  4.f,  6.f,
-                                        -0.f, -.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f};
-  float squares[kGroup];
-  for (int i = 0; i < kGroup; ++i) {
-    const float off = kValues[codes[i]] * step - x[i];
-    squares[i] = off * off;
+  GroupCodes(const float* x, float inverse) {
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+      part[i] = e2m1_codes(mul(load(x + i * kLanes), set1(inverse)));
+    }
   }
-  return tree_sum(squares, kGroup);
-}
+
+  float error_of(const float* x, float step) const {
+    alignas(64) float squares[kGroup];
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+      const F off = sub(mul(e2m1(part[i]), set1(step)), load(x + i * kLanes));
+      store(squares + i * kLanes, mul(off, off));
+    }
+    return tree_sum(squares, kGroup);
+  }
+
+  void pack(uint8_t* to) const {
+    alignas(16) uint8_t codes[kGroup];
+    for (int i = 0; i < kGroup / kLanes; ++i) {
+      store_bytes(codes + i * kLanes, (Ints)part[i], kLanes);
+    }
+    pack_codes<4>(to, codes, kGroup);
+  }
+};
 
 template <bool kFourOverSix>
 void encode_side(uint8_t* codes, uint8_t* scales, int step, float* x, int size,
                  float global_scale) {
   make_finite(x, size, kInputLimit);
   const int groups = size / kGroup;
-  alignas(64) float largest[kMaxGroups] = {};
+  alignas(64) float largest[kMaxGroups];
   for (int group = 0; group < groups; ++group) {
     largest[group] = largest_magnitude(x + group * kGroup, kGroup);
   }
+  for (int i = groups; i < round_up(groups, kLanes); ++i) largest[i] = 0.f;
   const Scales six(largest, groups, kSixth, global_scale);
   const Scales four(largest, kFourOverSix ? groups : 0, kQuarter, global_scale);
   for (int group = 0; group < groups; ++group) {
     const float* const from = x + group * kGroup;
-    uint8_t best[kGroup];
     uint32_t scale = six.code[group];
-    group_codes(best, from, six.inverse[group]);
+    GroupCodes best(from, six.inverse[group]);
     if (kFourOverSix) {
-      uint8_t other[kGroup];
-      group_codes(other, from, four.inverse[group]);
-      if (error_of(other, from, four.step[group]) <
-          error_of(best, from, six.step[group])) {
-        memcpy(best, other, kGroup);
+      const GroupCodes other(from, four.inverse[group]);
+      if (other.error_of(from, four.step[group]) <
+          best.error_of(from, six.step[group])) {
+        best = other;
         scale = four.code[group];
       }
     }
-    pack_codes<4>(codes + group * kGroup / 2, best, kGroup);
+    best.pack(codes + group * kGroup / 2);
     scales[group * step] = static_cast<uint8_t>(scale);
   }
 }

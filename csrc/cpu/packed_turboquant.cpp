@@ -158,10 +158,14 @@ struct Quantised {
         store(x + i, div(load(x + i), set1(length)));
       }
       rotate(x, a.size);
-      uint8_t index[kMaxHead] = {};
-      for (int bound = 0; bound < (1 << kKeyBits) - 1; ++bound) {
-        const float reached = a.key_table[bound];
-        for (int i = 0; i < a.size; ++i) index[i] += x[i] >= reached;
+      alignas(64) uint8_t index[kMaxHead];
+      for (int i = 0; i < a.size; i += kLanes) {
+        const Floats value = (Floats)load(x + i);
+        Ints reached{};
+        for (int bound = 0; bound < (1 << kKeyBits) - 1; ++bound) {
+          reached -= value >= a.key_table[bound];
+        }
+        store_bytes(index + i, reached, a.size - i);
       }
       pack_codes<kKeyBits>(codes, index, a.size);
       put_half(cell + f.k_norm_offset(), norm);

@@ -201,19 +201,19 @@ static void product_vectors(const ProductArgs& p, int rows, int vectors) {
 template <class Blocks>
 void product_in(const ProductArgs& whole, int rows, int vectors) {
   const int row_blocks = (rows + Blocks::kRows - 1) / Blocks::kRows;
+  ProductArgs p = whole;
   for (int v = 0; v < vectors; v += Blocks::kVectors) {
-    for (int block = 0; block < row_blocks; ++block) {
-      const int begin = rows * block / row_blocks;  // blocks of nearly equal height
-      const int end = rows * (block + 1) / row_blocks;
-      ProductArgs p = whole;
-      p.a += begin * p.a_row;
-      p.b += v * p.b_vector;
-      p.c += begin * p.c_row + v * kLanes;
-      if (p.scales != nullptr) p.scales += v * p.scales_vector;
-      if (p.rescale != nullptr) p.rescale += begin;
-      if (p.factors != nullptr) p.factors += begin;
-      const int width = static_cast<int>(smaller(vectors - v, Blocks::kVectors));
-      product_vectors<Blocks>(p, end - begin, width);
+    const int width = static_cast<int>(smaller(vectors - v, Blocks::kVectors));
+    p.b = whole.b + v * whole.b_vector;
+    if (whole.scales != nullptr) p.scales = whole.scales + v * whole.scales_vector;
+    for (int block = 0, begin = 0; block < row_blocks; ++block) {
+      const int height = rows / row_blocks + (block < rows % row_blocks ? 1 : 0);
+      p.a = whole.a + begin * whole.a_row;
+      p.c = whole.c + begin * whole.c_row + v * kLanes;
+      if (whole.rescale != nullptr) p.rescale = whole.rescale + begin;
+      if (whole.factors != nullptr) p.factors = whole.factors + begin;
+      product_vectors<Blocks>(p, height, width);
+      begin += height;
     }
   }
 }

@@ -27,9 +27,12 @@ VLLM_INLINE F max(F a, F b) { return _mm256_max_ps(a, b); }
 VLLM_INLINE F min(F a, F b) { return _mm256_min_ps(a, b); }
 VLLM_INLINE F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT); }
 
-// x * 2^n for n in [-126, 127].
+// x - floor(x)
+VLLM_INLINE F fraction(F x) { return sub(x, _mm256_floor_ps(x)); }
+// x * 2^floor(n) for n in [-126, 128).
 VLLM_INLINE F scale_pow2(F x, F n) {
-  const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  const __m256i whole = _mm256_cvtps_epi32(_mm256_floor_ps(n));
+  const __m256i e = _mm256_add_epi32(whole, _mm256_set1_epi32(127));
   return mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(e, 23)));
 }
 // x, or 0 where test < bound (a NaN test keeps x).

@@ -25,7 +25,11 @@ VLLM_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 VLLM_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
 VLLM_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
 VLLM_INLINE F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
-// x * 2^n for n in [-126, 127].
+// x - floor(x)
+VLLM_INLINE F fraction(F x) {
+  return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+}
+// x * 2^floor(n) for n in [-126, 128).
 VLLM_INLINE F scale_pow2(F x, F n) { return _mm512_scalef_ps(x, n); }
 // x, or 0 where test < bound (a NaN test keeps x).
 VLLM_INLINE F zero_below(F x, F test, F bound) {

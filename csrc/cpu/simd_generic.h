@@ -39,9 +39,15 @@ VLLM_INLINE F round(F x) {
   return (x + magic) - magic;
 }
 
-// x * 2^n for n in [-126, 127].
+VLLM_INLINE F floor(F x) {
+  const F near = round(x);
+  return near > x ? near - 1.f : near;
+}
+// x - floor(x)
+VLLM_INLINE F fraction(F x) { return x - floor(x); }
+// x * 2^floor(n) for n in [-126, 128).
 VLLM_INLINE F scale_pow2(F x, F n) {
-  return x * (F)((__builtin_convertvector(n, I) + 127) << 23);
+  return x * (F)((__builtin_convertvector(floor(n), I) + 127) << 23);
 }
 // x, or 0 where test < bound (a NaN test keeps x).
 VLLM_INLINE F zero_below(F x, F test, F bound) {

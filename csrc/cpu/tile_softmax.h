@@ -65,7 +65,9 @@ class TileSoftmax {
     const int rows = static_cast<int>(smaller(kLanes, t.rows - row));
     F each[kLanes];
     F biases[kLanes];
-    for (int i = rows; i < kLanes; ++i) each[i] = biases[i] = set1(0.f);
+    if (rows < kLanes) {
+      for (int i = rows; i < kLanes; ++i) each[i] = biases[i] = set1(0.f);
+    }
     for (int i = 0; i < rows; ++i) {
       each[i] = mask_scores<kCount>(t, tile, row + i, vectors);
     }
@@ -157,7 +159,7 @@ class TileSoftmax {
       for (int v = count; v < kTileVectors; ++v) weighed[v] = set1(0.f);
     }
     F sum = set1(0.f);
-    biases = set1(0.f);
+    F bias = set1(0.f);
 #pragma GCC unroll 4
     for (int v = 0; v < count; ++v) {
       if (lines > 0) {
@@ -167,7 +169,7 @@ class TileSoftmax {
       F p = exp2(sub(load(scores + v * kLanes), top));
       sum = add(sum, p);
       if constexpr (Cells::kValueBiases) {
-        biases = fma(p, load(t.numbers.value_bias + v * kLanes), biases);
+        bias = fma(p, load(t.numbers.value_bias + v * kLanes), bias);
       }
       if constexpr (Cells::kValueScales) {
         p = mul(p, load(t.numbers.value_scale + v * kLanes));
@@ -183,6 +185,7 @@ class TileSoftmax {
       t.factors[row] = t.cells.store_whole_probabilities(
           t.probabilities + row * kParts * Frame::kRowUnits, weighed);
     }
+    if constexpr (Cells::kValueBiases) biases = bias;
     return sum;
   }
 };

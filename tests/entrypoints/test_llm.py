@@ -325,7 +325,7 @@ def test_a_dropped_engine_gives_weights_back_without_the_collector(
     tiny_model: str,
 ) -> None:
     def count() -> int:
-        return sum(isinstance(o, PanelWeight) for o in gc.get_objects())
+        return sum(type(o) is PanelWeight for o in gc.get_objects())
 
     gc.collect()
     before = count()
