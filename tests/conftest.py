@@ -1,6 +1,6 @@
-"""What holds for every test process: without a GPU, Triton kernels are interpreted, and
-what a test draws at random depends on its name alone. And the fixture of tests that hold
-for every instruction set of the CPU kernels.
+"""What holds for every test process: without a GPU, Triton kernels are interpreted,
+and what a test draws at random depends on its name alone. And the fixture of tests that
+hold for every instruction set of the CPU kernels.
 
 `@triton.jit` reads the variable where a kernel is defined, so it is set before any test
 module is imported.

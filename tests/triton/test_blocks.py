@@ -8,6 +8,7 @@ from vllm.v1.attention.ops import blocks
 from vllm.v1.attention.ops.triton_blocks import BlockMover
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MOVERS = [BlockMover, blocks.TorchBlocks]
 
 
 def cache(case: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,39 +23,43 @@ def copied(view: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, ...]
     return twin.as_strided(view.shape, view.stride(), view.storage_offset()), twin
 
 
+@pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("case", CACHES)
-def test_zeroing_touches_the_view_and_nothing_else(case: str) -> None:
+def test_zeroing_touches_the_view_and_nothing_else(case: str, mover) -> None:
     view, memory = cache(case)
     wanted_view, wanted = copied(view, memory)
     ids = torch.tensor([4, 1], device=DEVICE)
     wanted_view[ids] = 0
-    BlockMover([view]).zero(ids)
+    mover([view]).zero(ids)
     assert torch.equal(memory, wanted)
 
 
+@pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("case", CACHES)
-def test_copies_equal_torchs(case: str) -> None:
+def test_copies_equal_torchs(case: str, mover) -> None:
     view, memory = cache(case)
     wanted_view, wanted = copied(view, memory)
     wanted_view[[0, 5]] = wanted_view[[3, 2]]
-    BlockMover([view]).copy(torch.tensor([[3, 0], [2, 5]], device=DEVICE))
+    mover([view]).copy(torch.tensor([[3, 0], [2, 5]], device=DEVICE))
     assert torch.equal(memory, wanted)
 
 
-def test_caches_of_unlike_sizes_move_in_one_call() -> None:
+@pytest.mark.parametrize("mover", MOVERS)
+def test_caches_of_unlike_sizes_move_in_one_call(mover) -> None:
     caches = [cache(case) for case in ("dense", "padded", "odd bytes")]
     twins = [copied(view, memory) for view, memory in caches]
     for view, _ in twins:
         view[2] = 0
-    BlockMover([view for view, _ in caches]).zero(torch.tensor([2], device=DEVICE))
+    mover([view for view, _ in caches]).zero(torch.tensor([2], device=DEVICE))
     for (_, memory), (_, wanted) in zip(caches, twins, strict=True):
         assert torch.equal(memory, wanted)
 
 
-def test_no_blocks_are_no_work() -> None:
+@pytest.mark.parametrize("mover", MOVERS)
+def test_no_blocks_are_no_work(mover) -> None:
     view, memory = cache("dense")
     before = memory.clone()
-    BlockMover([view]).zero(torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    mover([view]).zero(torch.zeros(0, dtype=torch.int64, device=DEVICE))
     assert torch.equal(memory, before)
 
 

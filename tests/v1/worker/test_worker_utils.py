@@ -1,5 +1,7 @@
 """Zeroing touches exactly the named blocks; kernel blocks suit every backend."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker import utils as worker_utils
 from vllm.v1.worker.kv_cache_init import BoundLayer, create_kv_caches
 from vllm.v1.worker.utils import (
     AttentionGroup,
@@ -129,6 +132,24 @@ def test_dense_and_packed_layers_are_zeroed_side_by_side():
     longest = max(packed.unpadded_page_size_bytes, dense.unpadded_page_size_bytes)
     assert blocks[[0, 4], :longest].all()
     assert not blocks[[0, 4], longest:].any() and not blocks[1:4].any()
+
+
+def test_bytes_under_two_formats_are_zeroed_once(monkeypatch):
+    views = []
+    monkeypatch.setattr(
+        worker_utils, "block_zeroer", lambda found: views.append(found) or mock.Mock()
+    )
+    specs = {"wide": full(), "narrow": full(num_kv_heads=2), "apart": full()}
+    backing = torch.zeros(2, 4, 70_000, dtype=torch.uint8)
+    layers, groups = {}, []
+    for i, (name, spec) in enumerate(specs.items()):
+        layers[name] = Layer()
+        layers[name].kv_cache = backing[int(name == "apart"), :, : spec.page_size_bytes]
+        groups.append(AttentionGroup(Backend, [name], spec, i))
+    KVBlockZeroer(CPU, groups, [16] * 3, "auto", layers)
+    (found,) = views
+    assert [v.data_ptr() for v in found] == [half.data_ptr() for half in backing]
+    assert all(v.shape == (4, specs["wide"].page_size_bytes) for v in found)
 
 
 def test_kv_first_caches_lose_both_planes_of_a_block():

@@ -226,7 +226,7 @@ class KVBlockZeroer:
                 of_ratio = views.setdefault(spec.block_size // kernel, {})
                 of_ratio[key] = view.movedim(axis, 0)
         self._zeroers = {
-            ratio: block_zeroer(list(of_ratio.values()))
+            ratio: block_zeroer(_without_covered(of_ratio.values()))
             for ratio, of_ratio in views.items()
         }
 
@@ -243,6 +243,19 @@ class KVBlockZeroer:
         """Runs once on the null block, so that the first real call is as fast."""
         if num_kv_blocks > 0:
             self.zero_block_ids([0])
+
+
+def _without_covered(views: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The byte views [num_blocks, ...] but those that begin where a larger one does:
+    groups of different formats lie over the same pages."""
+    widest: dict[Any, torch.Tensor] = {}
+    others = []
+    for view in sorted(views, key=torch.numel, reverse=True):
+        if view[0].is_contiguous():
+            widest.setdefault((view.data_ptr(), len(view), view.stride(0)), view)
+        else:
+            others.append(view)
+    return [*widest.values(), *others]
 
 
 def _block_axis(group: AttentionGroup, kernel_block_size: int, cache_dtype: str) -> int:

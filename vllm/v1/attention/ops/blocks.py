@@ -30,7 +30,7 @@ class TorchBlocks:
     """A BlockZeroer that needs nothing but torch."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
-        self._caches = list(caches)
+        self._caches = [as_words(cache) for cache in caches]
 
     def zero(self, blocks: torch.Tensor) -> None:
         for cache in self._caches:
@@ -69,6 +69,16 @@ def block_zeroer(caches: Sequence[torch.Tensor]) -> BlockZeroer:
             zeroer: BlockZeroer = resolve(_TRITON)(caches)
             return zeroer
     return TorchBlocks(caches)
+
+
+def as_words(cache: torch.Tensor) -> torch.Tensor:
+    """The bytes of a cache [num_blocks, ...] as [num_blocks, words] of 8 bytes where
+    its blocks allow that, or as they are: torch fills element by element."""
+    if cache.numel() == 0 or not cache[0].is_contiguous():
+        return cache
+    data = cache.view(torch.uint8).flatten(1)
+    places = (data.shape[1], data.stride(0), data.data_ptr())
+    return data if any(place % 8 for place in places) else data.view(torch.int64)
 
 
 def _on_gpu(cache: torch.Tensor) -> bool:
