@@ -168,5 +168,8 @@ def test_metadata_counts_are_consistent():
     assert common.num_computed_tokens_cpu.tolist() == [5, 4]
     assert common.compute_num_computed_tokens().tolist() == [5, 4]
     assert common.token_to_req_indices().tolist() == [0, 0, 0, 1]
+    with pytest.raises(TypeError, match="seq_len, slots"):
+        common.replace(slots=None, seq_len=9)
     longer = common.replace(seq_lens=torch.tensor([9, 6]))
+    assert longer.slot_mapping is common.slot_mapping
     assert longer.compute_num_computed_tokens().tolist() == [6, 5]

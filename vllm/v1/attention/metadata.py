@@ -88,7 +88,12 @@ class CommonAttentionMetadata:
         """A copy with some fields changed; what was derived from them is dropped."""
         lengths_change = {"seq_lens", "query_start_loc_cpu"} & kwargs.keys()
         dropped = (*_CACHES, *_HOST_COPIES) if lengths_change else _CACHES
-        return replace(self, **{**dict.fromkeys(dropped), **kwargs})
+        if unknown := kwargs.keys() - vars(self).keys():
+            raise TypeError(f"no fields of a batch: {', '.join(sorted(unknown))}")
+        # One copy per group and step: no constructor of 27 fields.
+        other: CommonAttentionMetadata = object.__new__(type(self))
+        vars(other).update(vars(self), **dict.fromkeys(dropped) | kwargs)
+        return other
 
     def naive_query_lens(self) -> torch.Tensor:
         """Tokens of each request in this step, int32 [R]."""

@@ -131,12 +131,26 @@ class BlockTable:
     ) -> None:
         """Slots of T tokens at `positions` int [T] of requests in rows `req_indices`
         int [T]: kernel block * kernel block size + offset, in `slot_mapping`."""
+        self.map_slots(*self.places(req_indices, positions))
+
+    @property
+    def shape_of_places(self) -> tuple[int, int]:
+        """Tables of which this is equal have the same places."""
+        return self.block_size, self.max_num_blocks_per_req
+
+    def places(
+        self, req_indices: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Of tokens: entries of the flattened table, and offsets in their blocks."""
         blocks, offsets = np.divmod(positions, self.block_size)
+        return req_indices * self.max_num_blocks_per_req + blocks, offsets
+
+    def map_slots(self, entries: np.ndarray, offsets: np.ndarray) -> None:
+        """Slots of tokens at these places, in `slot_mapping`."""
         # One gather over the flat table, written straight into the buffer.
-        flat = req_indices * self.max_num_blocks_per_req + blocks
-        slots = self.slot_mapping.np[: len(positions)]
+        slots = self.slot_mapping.np[: len(offsets)]
         np.multiply(
-            self.block_table.np.ravel()[flat],
+            self.block_table.np.ravel()[entries],
             np.int64(self.block_size),
             out=slots,
             dtype=np.int64,
@@ -238,8 +252,14 @@ class MultiGroupBlockTable:
     def compute_slot_mapping(
         self, req_indices: np.ndarray, positions: np.ndarray
     ) -> None:
+        """Slots of the tokens in every table; equal places are found once."""
+        shared: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         for table in self.block_tables:
-            table.compute_slot_mapping(req_indices, positions)
+            places = shared.get(table.shape_of_places)
+            if places is None:
+                places = table.places(req_indices, positions)
+                shared[table.shape_of_places] = places
+            table.map_slots(*places)
 
     def commit_block_table(self, num_reqs: int) -> None:
         for table in self.block_tables:
