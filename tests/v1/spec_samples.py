@@ -156,6 +156,7 @@ def config(max_model_len: int = 4096, **changes: Any) -> Any:
         cache_config=SimpleNamespace(
             num_gpu_blocks_override=changes.pop("num_gpu_blocks_override", None),
             gpu_memory_utilization=0.9,
+            kv_cache_memory_bytes=None,
             kv_cache_size_tokens=None,
             kv_cache_max_concurrency=None,
         ),

@@ -18,6 +18,15 @@ import yaml
 _NEGATIVE = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
 
 
+class HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Help that names defaults, of options that have one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def whole_number(text: str) -> int:
     """Parses what `type=int` stands for."""
     try:

@@ -210,6 +210,15 @@ def test_too_little_memory_states_numbers_and_the_way_out() -> None:
         get_kv_cache_configs(config(16), [specs], [1000])
 
 
+@pytest.mark.parametrize("auto_fit", [False, True])
+def test_a_pool_of_a_given_size_is_what_is_to_be_raised(auto_fit: bool) -> None:
+    given = {"original_max_model_len": -1} if auto_fit else {}
+    cfg = config(1024, **given)
+    cfg.cache_config.kv_cache_memory_bytes = 1000
+    with pytest.raises(ValueError, match=r"aise kv_cache_memory_bytes \(now 1,000\)"):
+        get_kv_cache_configs(cfg, [{"a": full()}], [1000])
+
+
 def test_too_few_blocks_are_named_by_the_option_that_asked_for_them() -> None:
     cfg = config(16 * 100)
     cfg.cache_config.num_gpu_blocks_override = 99

@@ -2,7 +2,7 @@
 
 import argparse
 
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, HelpWithDefaults
 from vllm.utils.import_utils import resolve
 
 # name -> (what it measures, the module with its `add_arguments` and `run`)
@@ -31,7 +31,7 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
             name,
             help=help_text,
             description=help_text,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=HelpWithDefaults,
         )
         resolve(f"{module}:add_arguments")(sub)
 

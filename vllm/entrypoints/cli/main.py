@@ -1,12 +1,11 @@
 """The command `vllm`: finds the subcommand and imports only what that one needs."""
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
 
 from vllm.exceptions import EngineDeadError
-from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.argparse_utils import FlexibleArgumentParser, HelpWithDefaults
 from vllm.utils.import_utils import resolve
 from vllm.utils.signals import Terminated, signals_as_exceptions
 from vllm.version import __version__
@@ -82,7 +81,7 @@ def _parser(command: str | None) -> FlexibleArgumentParser:
             name,
             help=help_text,
             description=help_text,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            formatter_class=HelpWithDefaults,
         )
         if name == command:
             resolve(f"{module}:add_arguments")(sub)

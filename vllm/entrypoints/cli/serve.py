@@ -3,11 +3,10 @@
 import argparse
 import asyncio
 
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.api_server import run_server
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-DEFAULT_MODEL = "smollm2-135m"
 
 
 def add_arguments(parser: FlexibleArgumentParser) -> None:
@@ -20,6 +19,6 @@ def run(args: argparse.Namespace) -> int:
             f"two models given, {args.model_tag!r} and --model {args.model!r}: leave "
             "one out"
         )
-    args.model = args.model_tag or args.model or DEFAULT_MODEL
+    args.model = args.model_tag or args.model or AsyncEngineArgs.model
     asyncio.run(run_server(args))
     return 0

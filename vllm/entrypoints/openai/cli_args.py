@@ -95,7 +95,8 @@ def add_server_args(parser: FlexibleArgumentParser) -> None:
 def make_arg_parser(parser: FlexibleArgumentParser) -> FlexibleArgumentParser:
     """Adds the model, the server's options and the engine's."""
     add = parser.add_argument
-    add("model_tag", nargs="?", type=text, default=None, help="model to serve")
-    add("--model", type=text, default=None, help="model to serve")
+    model = f"model to serve; {AsyncEngineArgs.model} if none is named"
+    add("model_tag", nargs="?", type=text, default=None, help=model)
+    add("--model", type=text, default=None, help=model)
     add_server_args(parser)
     return AsyncEngineArgs.add_cli_args(parser)

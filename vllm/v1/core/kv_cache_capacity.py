@@ -205,8 +205,8 @@ def check_enough_kv_cache_memory(
     """
     if pool_bytes_per_block(vllm_config, kv_cache_groups) == 0:
         return
-    utilization = vllm_config.cache_config.gpu_memory_utilization
     if available_memory <= 0:
+        utilization = vllm_config.cache_config.gpu_memory_utilization
         raise ValueError(
             f"No memory is available for KV cache blocks ({available_memory} bytes). "
             f"Raise gpu_memory_utilization (now {utilization}; it also bounds what the "
@@ -236,8 +236,18 @@ def check_enough_kv_cache_memory(
         f"One request of max_model_len {max_len} needs {format_gib(needed)} GiB of KV "
         f"cache ({needed:,} bytes), but {format_gib(available_memory)} GiB "
         f"({available_memory:,} bytes) are available. {estimate}Lower max_model_len, "
-        f"raise gpu_memory_utilization (now {utilization}) or kv_cache_memory_bytes, "
-        "or choose a smaller --kv-cache-dtype."
+        f"raise {_what_bounds_the_pool(vllm_config)}, or choose a smaller "
+        "--kv-cache-dtype."
+    )
+
+
+def _what_bounds_the_pool(vllm_config: VllmConfig) -> str:
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is not None:
+        return f"kv_cache_memory_bytes (now {cache.kv_cache_memory_bytes:,})"
+    return (
+        f"gpu_memory_utilization (now {cache.gpu_memory_utilization}) or set "
+        "kv_cache_memory_bytes"
     )
 
 
@@ -300,9 +310,7 @@ def _check_one_token_fits(
     raise ValueError(
         "Cannot choose max_model_len: the memory available for the KV cache "
         f"({format_gib(available_memory)} GiB) does not hold one token "
-        f"({needed:,} bytes). Raise gpu_memory_utilization (now "
-        f"{vllm_config.cache_config.gpu_memory_utilization}) or "
-        "kv_cache_memory_bytes."
+        f"({needed:,} bytes). Raise {_what_bounds_the_pool(vllm_config)}."
     )
 
 
