@@ -93,6 +93,7 @@ def test_what_was_frozen_stays_frozen() -> None:
         frozen = gc.get_freeze_count()
         with collector_paused():
             pass
-        assert gc.get_freeze_count() == frozen > 0
+        # Some may die meanwhile, in other threads; thawed, none would be left.
+        assert gc.get_freeze_count() > frozen // 2 > 0
     finally:
         gc.unfreeze()
