@@ -28,10 +28,18 @@ def _number(name: str, default: int | float) -> Callable[[], int | float]:
     return read
 
 
+_FLAGS = dict.fromkeys(("1", "true", "yes", "on"), True)
+_FLAGS |= dict.fromkeys(("", "0", "false", "no", "off"), False)
+
+
 def _flag(name: str, default: bool) -> Callable[[], bool]:
     def read() -> bool:
         text = os.environ.get(name)
-        return default if text is None else text.strip().lower() in ("1", "true", "yes")
+        if text is None:
+            return default
+        if (word := text.strip().lower()) not in _FLAGS:
+            raise ValueError(f"environment variable {name}={text!r}: expected 1 or 0")
+        return _FLAGS[word]
 
     return read
 

@@ -223,7 +223,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):  # type: ig
         if not self.top_p > 0.0:
             _refuse("top_p", self.top_p, "a number above 0 and at most 1")
         if not self.repetition_penalty > 0.0:
-            _refuse("repetition_penalty", self.repetition_penalty, "a number above 0")
+            _refuse(
+                "repetition_penalty",
+                self.repetition_penalty,
+                "a number above 0 and at most 1e6",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             _refuse(
                 "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
@@ -376,7 +380,7 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("n", 1, 16384, "a whole number from 1 to 16384"),
     ("presence_penalty", -2.0, 2.0, "a number between -2 and 2"),
     ("frequency_penalty", -2.0, 2.0, "a number between -2 and 2"),
-    ("repetition_penalty", 0.0, 1e6, "a number above 0"),
+    ("repetition_penalty", 0.0, 1e6, "a number above 0 and at most 1e6"),
     ("temperature", 0.0, 1e6, "a number from 0 to 1e6"),
     ("top_p", 0.0, 1.0, "a number above 0 and at most 1"),
     ("top_k", -1, 2**31 - 1, "a whole number: -1 or 0 (off), or from 1 to 2**31 - 1"),
