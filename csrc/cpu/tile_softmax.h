@@ -65,7 +65,7 @@ class TileSoftmax {
     const int rows = static_cast<int>(smaller(kLanes, t.rows - row));
     F each[kLanes];
     F biases[kLanes];
-    if (rows < kLanes) {
+    if (rows < kLanes) {  // asked, as a fill of none is a call all the same
       for (int i = rows; i < kLanes; ++i) each[i] = biases[i] = set1(0.f);
     }
     for (int i = 0; i < rows; ++i) {

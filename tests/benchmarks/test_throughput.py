@@ -15,6 +15,7 @@ from tests.tiny_model import save_tiny_llama
 from vllm import LLM
 from vllm.benchmarks import serve, throughput
 from vllm.benchmarks.equality import compare, divergence, record
+from vllm.benchmarks.in_turn import _rounds_of
 from vllm.benchmarks.throughput import Job, measure
 from vllm.benchmarks.workload import NAMED, Workload
 from vllm.engine.arg_utils import EngineArgs
@@ -132,6 +133,44 @@ def test_the_command_prints_a_row_for_each_format(
     assert ">given: output tokens/s<" in (tmp_path / "speeds.svg").read_text()
 
 
+def test_formats_that_take_turns_are_compared_round_by_round(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        *("--model", str(folder), "--dtype", "float32", "--json", "--in-turn"),
+        *("--num-prompts", "2", "--input-len", "6", "--output-len", "3"),
+        *("--kv-cache-memory-bytes", "1MiB", "--formats", "auto", "fp8", "--runs", "2"),
+    ]
+    assert main(["bench", "throughput", *arguments]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert (first["kv_cache_dtype"], second["kv_cache_dtype"]) == ("auto", "fp8")
+    assert len(first["seconds"]) == len(second["seconds"]) == 2
+    assert first["times_first"] == 1.0
+    ratios = [a / b for a, b in zip(first["seconds"], second["seconds"], strict=True)]
+    assert second["times_first"] == pytest.approx(sum(ratios) / 2)
+    taken = sum(second["seconds"]) / 2
+    assert second["output_tokens_per_s"] == pytest.approx(2 * 3 / taken)
+
+
+def test_turns_are_taken_forwards_and_backwards() -> None:
+    asked: list[str] = []
+
+    def engine(name: str) -> Any:
+        return lambda load: asked.append(name) or float(len(asked))
+
+    seconds = _rounds_of([engine("x"), engine("y")], SMALL, 2)
+    assert "".join(asked) == "yxxyyx"  # the first round warms up
+    assert seconds == [[3.0, 6.0], [4.0, 5.0]]
+
+
+def test_workloads_of_unlike_pools_take_no_turns(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(folder), "--in-turn", "--workload", "a", "pool"]
+    assert main(["bench", "throughput", *arguments]) != 0
+    assert "--in-turn --workload a pool: expected" in capsys.readouterr().err
+
+
 def test_workloads_of_one_pool_share_an_engine() -> None:
     chosen = {name: NAMED[name] for name in ("a", "pool", "b")}
     groups = throughput._by_pool(chosen)
@@ -166,7 +205,7 @@ def test_a_pool_is_given_to_the_engine(
         asked.append(args)
         raise InterruptedError
 
-    monkeypatch.setattr(throughput, "_engine", engine)
+    monkeypatch.setattr(throughput, "offline_engine", engine)
     job = Job(
         engine_args=engine_args(folder),
         workloads={"small": replace(SMALL, pool_bytes=123 << 10)},

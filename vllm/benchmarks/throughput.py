@@ -20,10 +20,16 @@ from tqdm.auto import tqdm
 
 from vllm.benchmarks.chart import bar_chart
 from vllm.benchmarks.equality import Recorded, compare, record
-from vllm.benchmarks.workload import NAMED, Workload, add_workload_arguments, summary
+from vllm.benchmarks.in_turn import TURN_COLUMNS, in_turn
+from vllm.benchmarks.workload import (
+    NAMED,
+    Workload,
+    add_workload_arguments,
+    offline_engine,
+    summary,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.llm import LLM
-from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.v1.kv_formats.mode import CACHE_DTYPES
 
@@ -71,6 +77,12 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
     )
     add("--runs", type=at_least(1), default=3, help="counted runs")
     add(
+        "--in-turn",
+        action="store_true",
+        help="keep the engines of all formats up and let them take turns, which "
+        "compares speeds on a machine whose own drifts; nothing else is measured",
+    )
+    add(
         "--compare",
         type=at_least(0),
         default=2,
@@ -82,12 +94,19 @@ def add_arguments(parser: FlexibleArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     loads, engines = _workloads(args), _engines(args)
+    if args.in_turn and len(pools := _by_pool(loads)) > 1:
+        raise ValueError(
+            f"--in-turn --workload {' '.join(loads)}: expected workloads that share a "
+            f"pool, such as {' '.join(pools[0])}"
+        )
     for engine_args in engines:
         config = engine_args.create_engine_config()
         for load in loads.values():
             load.check_fits(config.model_config.max_model_len)
     if args.chart and not Path(args.chart).absolute().parent.is_dir():
         raise ValueError(f"--chart {args.chart}: expected a file in a folder there is")
+    if args.in_turn:
+        return _run_in_turn(args, engines, loads)
     rows = []
     for engine_args in tqdm(engines, desc="formats", disable=len(engines) == 1):
         for workloads in _by_pool(loads):
@@ -106,6 +125,18 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
     else:
         _print_table(rows)
+    return 0
+
+
+def _run_in_turn(
+    args: argparse.Namespace, engines: Sequence[EngineArgs], loads: dict[str, Workload]
+) -> int:
+    sized = [with_pool_of(engine_args, loads) for engine_args in engines]
+    rows = in_turn(sized, loads, args.runs)
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print_table(rows, TURN_COLUMNS)
     return 0
 
 
@@ -156,26 +187,31 @@ def in_fresh_process(job: Job) -> list[dict[str, Any]]:
         return pool.submit(measure, job).result()
 
 
+def with_pool_of(args: EngineArgs, workloads: dict[str, Workload]) -> EngineArgs:
+    """Engine arguments with the pool that all these workloads ask for."""
+    loads = workloads.values()
+    pool_bytes = next(iter(loads)).pool_bytes
+    if pool_bytes is None:
+        return args
+    longest = max(load.input_len + load.output_len for load in loads)
+    return replace(
+        args,
+        kv_cache_memory_bytes=pool_bytes,
+        # A pool need not hold a request of the model's own length.
+        max_model_len=args.max_model_len or longest,
+    )
+
+
 def measure(job: Job) -> list[dict[str, Any]]:
     """Figures of each workload on one engine; then on an eager one, which compares."""
-    args = job.engine_args
-    loads = job.workloads.values()
-    pool_bytes = next(iter(loads)).pool_bytes
-    if pool_bytes is not None:
-        longest = max(load.input_len + load.output_len for load in loads)
-        args = replace(
-            args,
-            kv_cache_memory_bytes=pool_bytes,
-            # A pool need not hold a request of the model's own length.
-            max_model_len=args.max_model_len or longest,
-        )
-    llm = _engine(args)
+    args = with_pool_of(job.engine_args, job.workloads)
+    llm = offline_engine(args)
     startup = time.time() - job.submitted
     rows, recorded = [], []
     for name, load in job.workloads.items():
         rows.append({"workload": name, **_measure_one(llm, load, job.runs)})
         if job.compared_requests:
-            params = _params(load)
+            params = load.params()
             prompts = load.prompts(llm.model_config.get_vocab_size())
             recorded.append(record(llm, prompts, params, job.compared_requests))
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -194,15 +230,6 @@ def measure(job: Job) -> list[dict[str, Any]]:
     return rows
 
 
-def _engine(args: EngineArgs) -> LLM:
-    values = asdict(args) | {"disable_log_stats": True}
-    return LLM(**values)
-
-
-def _params(load: Workload) -> SamplingParams:
-    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=load.output_len)
-
-
 def _measure_one(llm: LLM, load: Workload, runs: int) -> dict[str, Any]:
     """Speeds are medians over the counted runs; each begins with an empty prefix
     cache."""
@@ -212,7 +239,7 @@ def _measure_one(llm: LLM, load: Workload, runs: int) -> dict[str, Any]:
         llm.reset_prefix_cache()
         with steps_of(llm) as steps:
             start, cpu_start = time.perf_counter(), time.process_time()
-            llm.generate(prompts, _params(load), use_tqdm=False)
+            llm.generate(prompts, load.params(), use_tqdm=False)
             taken, cpu = time.perf_counter() - start, time.process_time() - cpu_start
         if i or not runs:  # the first run warms up
             seconds.append(taken)
@@ -286,20 +313,22 @@ def _compare(
     """Adds to each row how its output differs from an eager engine's."""
     if not recorded:
         return
-    llm = _engine(args)
+    llm = offline_engine(args)
     for row, requests in zip(rows, recorded, strict=True):
         row |= asdict(compare(llm, requests))
     llm.shutdown()
 
 
-def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+def _print_table(
+    rows: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] = _COLUMNS
+) -> None:
     widths = [
         max(len(name), int(form.split(".")[0])) if "." in form else int(form)
-        for name, form in _COLUMNS
+        for name, form in columns
     ]
-    print("  ".join(f"{n:>{w}}" for (n, _), w in zip(_COLUMNS, widths, strict=True)))
+    print("  ".join(f"{n:>{w}}" for (n, _), w in zip(columns, widths, strict=True)))
     for row in rows:
         cells = [
-            format(row[name], form) if name in row else "-" for name, form in _COLUMNS
+            format(row[name], form) if name in row else "-" for name, form in columns
         ]
         print("  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True)))

@@ -1,11 +1,15 @@
-"""Synthetic requests of fixed lengths, and the figures that every benchmark reports."""
+"""Synthetic requests of fixed lengths, the engines that run them offline, and the
+figures that every benchmark reports."""
 
 import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.llm import LLM
 from vllm.inputs import TokensPrompt
+from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser, at_least
 from vllm.utils.mem_constants import MiB_bytes
 
@@ -61,6 +65,15 @@ class Workload:
             TokensPrompt(prompt_token_ids=shared + rng.choices(ids, k=own))
             for _ in range(self.num_prompts)
         ]
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=self.output_len
+        )
+
+
+def offline_engine(args: EngineArgs) -> LLM:
+    return LLM(**asdict(args) | {"disable_log_stats": True})
 
 
 # One letter each: a single stream, a batch, long contexts, prompts only, one prefix.
