@@ -163,12 +163,15 @@ def test_turns_are_taken_forwards_and_backwards() -> None:
     assert seconds == [[3.0, 6.0], [4.0, 5.0]]
 
 
-def test_workloads_of_unlike_pools_take_no_turns(
+def test_unlike_pools_and_charts_take_no_turns(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--model", str(folder), "--in-turn", "--workload", "a", "pool"]
     assert main(["bench", "throughput", *arguments]) != 0
     assert "--in-turn --workload a pool: expected" in capsys.readouterr().err
+    arguments = ["--model", str(folder), "--in-turn", "--chart", "speeds.svg"]
+    assert main(["bench", "throughput", *arguments]) != 0
+    assert "--chart speeds.svg: not drawn" in capsys.readouterr().err
 
 
 def test_workloads_of_one_pool_share_an_engine() -> None:

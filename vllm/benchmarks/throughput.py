@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
             f"--in-turn --workload {' '.join(loads)}: expected workloads that share a "
             f"pool, such as {' '.join(pools[0])}"
         )
+    if args.in_turn and args.chart:
+        raise ValueError(f"--chart {args.chart}: not drawn of --in-turn; leave one out")
     for engine_args in engines:
         config = engine_args.create_engine_config()
         for load in loads.values():
